@@ -1,0 +1,291 @@
+"""An experiment: one model, several configs, real ranks. What a lab's reader touches.
+
+    Experiment("05", {"small": {"reduce_bucket_size": 1e4}, "large": {"reduce_bucket_size": 5e8}}).run()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zerolab import machine, ranks
+from zerolab.progress import Progress
+from zerolab.ranks import RanksError
+from zerolab.report import Report, results_folder
+
+# What a variant may say beside keys of `zero_optimization`.
+OWN_KEYS = ("model", "micro_batch", "seq", "accumulation", "wire", "ds_config", "zero_optimization")
+
+
+class ZerolabError(RuntimeError):
+    """Something the reader can mend; the message says how."""
+
+
+@dataclass
+class Experiment:
+    """A model, variants of its config, and how to measure them.
+
+    name: of the result file. variants: {label: {zero_optimization key: value, ...}}; a variant may also hold any of `OWN_KEYS`.
+    model: a spec for `zerolab.model.build`. base: zero_optimization keys that all variants share. world: ranks (default
+    ZEROLAB_WORLD or 4). micro_batch, seq: input per rank and micro-step; accumulation: micro-steps in an optimizer step.
+    warmup: steps before anything counts (at least 3: a trace must be complete). rounds × steps: timed blocks per variant, in
+    rotating order; rounds=0 counts only. watch: parts of the watch pass ("memory", "timeline", "alive"). wire: an emulated link,
+    {"latency": s, "bandwidth": bytes/s}. limit: seconds of silence after which a group counts as hung. cap: GiB per rank, beyond
+    which allocations fail. isolate: a fresh group for each variant also when timing. gpu: fields to replace on the GPU tier.
+    """
+
+    name: str
+    variants: dict[str, dict]
+    model: dict = field(default_factory=lambda: {"size": "tiny"})
+    base: dict = field(default_factory=dict)
+    world: int | None = None
+    micro_batch: int = 1
+    seq: int = 64
+    accumulation: int = 1
+    warmup: int = 3
+    rounds: int = 5
+    steps: int = 2
+    watch: tuple = ("memory", "timeline")
+    fresh: bool = True
+    wire: dict | None = None
+    limit: float = 120
+    cap: float | None = None
+    isolate: bool = False
+    gpu: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.world = self.world or machine.world_size()
+        if self.gpu and machine.tier(self.world) == "gpu":
+            for key, value in self.gpu.items():
+                setattr(self, key, value)
+        if self.warmup < 3:
+            raise ZerolabError("warmup must be at least 3: DeepSpeed prefetches from the third step on")
+        if not self.variants:
+            raise ZerolabError("an experiment needs at least one variant")
+
+    def spec(self, label: str) -> dict:
+        """The full JSON of one variant, as the ranks get it."""
+        own = {k: v for k, v in self.variants[label].items() if k in OWN_KEYS}
+        zero = {k: v for k, v in self.variants[label].items() if k not in OWN_KEYS}
+        return {
+            "model": {**self.model, **own.get("model", {})},
+            "micro_batch": own.get("micro_batch", self.micro_batch),
+            "seq": own.get("seq", self.seq),
+            "accumulation": own.get("accumulation", self.accumulation),
+            "wire": own.get("wire", self.wire),
+            "ds_config": own.get("ds_config", {}),
+            "zero": {**self.base, **own.get("zero_optimization", {}), **zero},
+        }
+
+    def run(self, save: str | Path | bool = True, progress: bool = True) -> Report:
+        """Run on real ranks and return the report; what fails is in it, as that variant's status.
+
+        save: True writes results/local/NAME.json, a path writes there, False nowhere. Written after every group, so that what
+        was measured survives a fault or Ctrl-C. Raises ZerolabError when nothing can run.
+        """
+        path = results_folder() / f"{self.name}.json" if save is True else save
+        report = Report(self.name, self.to_json(), machine.provenance(self.world), self._blank(), complete=False)
+        if path:
+            _check_writable(Path(path), report)
+        if any(self.spec(v)["wire"] for v in self.variants) and machine.tier(self.world) == "gpu":
+            raise ZerolabError("the emulated wire is for the CPU tier: GPUs have a real one")
+        run = _Run(self, report, path, progress)
+        with _one_at_a_time(self.rounds > 0):
+            try:
+                run.everything()
+            finally:
+                run.close()
+        report.complete = True
+        if path:
+            report.save(path)
+        return report
+
+    def predict(self) -> dict:
+        """{variant: Schedule}: every collective of this experiment, worked out without running it."""
+        from zerolab.predict import Schedule
+
+        job = {"work": "plain", "call": "zerolab.predict:schedules_json", "threads": 1, "limit": self.limit}
+        job["arguments"] = {"specs": {v: self.spec(v) for v in self.variants}, "world": self.world}
+        values = call(job, world=1, accelerator="cpu")
+        return {label: Schedule.from_json(data) for label, data in values[0].items()}
+
+    def to_json(self) -> dict:
+        return dataclasses.asdict(self)
+
+    def _blank(self) -> dict:
+        return {label: {"status": "not run", "variant": self.spec(label)} for label in self.variants}
+
+    def job(self, work: str, labels, **more) -> dict:
+        """What a group of ranks is asked to do with these variants."""
+        return {
+            "work": work,
+            "variants": {label: self.spec(label) for label in labels},
+            "warmup": self.warmup,
+            "rounds": self.rounds,
+            "steps": self.steps,
+            "parts": list(self.watch),
+            "threads": machine.threads(self.world),
+            "limit": self.limit,
+            "cap": self.cap,
+            **more,
+        }
+
+
+def accelerator(world: int) -> str:
+    return "cuda" if machine.tier(world) == "gpu" else "cpu"
+
+
+def messages(world: int, job: dict, accelerator_name: str | None = None):
+    """Yield what a group says; raises RanksError, with the variant that it was at, when the group ends badly."""
+    at, good = None, False
+    for message in ranks.leader(accelerator_name or accelerator(world)).run(world, job):
+        event = message["event"]
+        if event == "at":
+            at = message["variant"]
+        if event == "error":
+            raise RanksError(message["kind"], message["message"], at, message["log"])
+        if event == "died":
+            raise RanksError("died", _obituary(message), at, message["log"])
+        if event == "hung":
+            text = f"no sign of life for {message['seconds']:g} s: the group was ended (raise `limit` if it only needs longer)"
+            raise RanksError("hung", text, at, message["log"])
+        good = good or event == "finished"
+        yield message
+    if not good:
+        raise RanksError("failed", "the group ended before its work was done", at)
+
+
+def call(job: dict, world: int | None = None, accelerator_name: str | None = None) -> list:
+    """Run job["call"] = "module:function" with job["arguments"] on every rank; the list of what each returned.
+
+    The function gets rank, world and device beside its arguments (not with work="plain", which joins no group).
+    """
+    world = world or machine.world_size()
+    defaults = {"work": "call", "arguments": {}, "threads": machine.threads(world), "limit": 120, "cap": None}
+    values = None
+    for message in messages(world, {**defaults, **job}, accelerator_name):
+        if message["event"] == "returned":
+            values = message["values"]
+    return values
+
+
+class _Run:
+    """One run under way: which groups to start, what to do with what they say."""
+
+    def __init__(self, experiment: Experiment, report: Report, path, progress: bool):
+        self.experiment, self.report, self.path = experiment, report, path
+        labels = len(experiment.variants)
+        total = labels * (2 + experiment.rounds) if experiment.rounds else labels
+        self.bar = Progress(1 + total, f"{experiment.name}: importing torch and DeepSpeed", show=progress)
+
+    def close(self):
+        self.bar.close()
+        if self.path:
+            with contextlib.suppress(OSError):
+                self.report.save(self.path)
+
+    def everything(self):
+        experiment = self.experiment
+        ranks.leader(accelerator(experiment.world)).ready()
+        self.bar.update()
+        if experiment.rounds and experiment.isolate:
+            for label in experiment.variants:
+                self.group("clock", [label], then_watch=True)
+            return
+        if experiment.rounds:
+            while pending := self.pending("times"):
+                self.group("clock", pending)
+        if experiment.fresh:
+            for label in self.pending("collectives"):
+                self.group("watch", [label])
+        else:
+            while pending := self.pending("collectives"):
+                self.group("watch", pending)
+
+    def pending(self, part: str) -> list[str]:
+        """Variants that lack this part and have not failed."""
+        return [v.name for v in self.report if v.status in ("not run", "ok") and part not in v.data]
+
+    def group(self, work: str, labels: list[str], **more):
+        """One group of ranks; a variant that fails keeps its status, what the others lack is asked for again."""
+        try:
+            for message in messages(self.experiment.world, self.experiment.job(work, labels, **more)):
+                self.take(message)
+        except RanksError as error:
+            label = error.variant or labels[0]
+            data = self.report[label].data
+            data.update(status=error.kind, message=str(error), log=error.log)
+            for other in labels:  # an unfinished clock starts anew: rounds must pair
+                if work == "clock":
+                    self.report[other].data.pop("times", None)
+            self.bar.note(f"{label}: {error.kind}: {error}")
+        if self.path:
+            self.report.save(self.path)
+
+    def take(self, message: dict):
+        event = message["event"]
+        if event == "at":
+            self.bar.say(f"{self.experiment.name}: {message['variant']}, {message['doing']}")
+            return
+        if "variant" not in message:
+            return
+        data = self.report[message["variant"]].data
+        if event == "times":
+            data.setdefault("times", []).append(message["steps"])
+        elif event == "first":
+            data["first_step_seconds"] = message["seconds"]
+        elif event == "memory" and message["alone"]:
+            data["peak"] = {k: message[k] for k in ("allocated", "reserved")}
+        elif event == "watched":
+            data.update({k: v for k, v in message.items() if k not in ("event", "variant")})
+        if event in ("times", "watched") and data["status"] == "not run":
+            data["status"] = "ok"
+        self.bar.update(event in ("times", "watched", "first"))
+
+
+def _obituary(message: dict) -> str:
+    code = message["exitcode"]
+    if code == -9:
+        return (
+            f"rank {message['rank']} was killed (SIGKILL), most often by the system for want of memory: "
+            "free some, or make the model or the batch smaller"
+        )
+    how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+    return f"rank {message['rank']} died {how}"
+
+
+def _check_writable(path: Path, report: Report):
+    try:
+        report.save(path)
+    except OSError as error:
+        raise ZerolabError(
+            f"results cannot be written to {path}: {error.strerror}. "
+            "Set ZEROLAB_RESULTS to a folder that you may write to, or run with save=False."
+        ) from None
+
+
+@contextlib.contextmanager
+def _one_at_a_time(timing: bool):
+    """Refuse a second timed run on this machine: two would slow each other and both be wrong. Counting runs may share."""
+    if not timing or os.environ.get("ZEROLAB_LOCK") == "off":
+        yield
+        return
+    lock = Path(tempfile.gettempdir()) / f"zerolab-{os.getuid()}.lock"
+    with open(lock, "a+") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.seek(0)
+            raise ZerolabError(
+                f"another timed run is under way on this machine (process {handle.read().strip() or 'unknown'}): "
+                "wait for it or stop it, two at once would both measure wrongly"
+            ) from None
+        handle.truncate(0)
+        handle.write(str(os.getpid()))
+        handle.flush()
+        yield

@@ -1,0 +1,400 @@
+"""What one rank does: join the group, then clock variants, watch them, or call a function.
+
+Rank 0 (and any rank that fails) tells the leader with plain dicts. Started by the leader's fork, or by any launcher that sets RANK,
+WORLD_SIZE, MASTER_ADDR and MASTER_PORT: `deepspeed --hostfile hosts --module zerolab.ranks.rank JOB.json OUT.jsonl`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+
+
+def join(rank: int, world: int, job: dict, store: str | None = None) -> str:
+    """Make this process rank `rank` of `world`; returns its device. store: a fresh file path, None takes the launcher's."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.setdefault("LOCAL_RANK", str(rank))
+    os.environ.setdefault("LOCAL_SIZE", str(world))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    if store and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    torch.set_num_threads(job["threads"])
+    cuda = get_accelerator().device_name().startswith("cuda")
+    device = "cpu"
+    if cuda:
+        local = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local)
+        device = f"cuda:{local}"
+        if job.get("cap"):
+            total = torch.cuda.get_device_properties(local).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, job["cap"] * 2**30 / total))
+    elif job.get("cap"):
+        _cap_host_memory(job["cap"])
+    place = dict(init_method=f"file://{store}", rank=rank, world_size=world) if store else {}
+    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False, **place)
+    return device
+
+
+def _cap_host_memory(gib: float):
+    """Let allocations beyond `gib` fail in this process: a card's limit, on the CPU tier."""
+    import resource
+
+    used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    limit = used + int(gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+class Clock:
+    """Time stamps at phase borders: host clock on a CPU, events in the stream on a GPU (no synchronisation inside a step)."""
+
+    def __init__(self, device: str):
+        self.cuda = device.startswith("cuda")
+        self.stamps: list = []
+
+    def mark(self, phase, micro):
+        if self.cuda:
+            import torch
+
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.stamps.append((phase, event))
+        else:
+            self.stamps.append((phase, time.perf_counter()))
+
+    def measure(self, engine, settle=None) -> dict:
+        """Seconds of one optimizer step: {"total", "forward", "backward", "step"}."""
+        import torch
+
+        self.stamps = []
+        if self.cuda:
+            torch.cuda.synchronize()
+        torch.distributed.barrier()
+        begin = time.perf_counter()
+        engine.step(self.mark, settle)
+        self.mark("end", 0)
+        if self.cuda:
+            torch.cuda.synchronize()
+        total = time.perf_counter() - begin
+        seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+        for (phase, start), (_, end) in zip(self.stamps, self.stamps[1:]):
+            seconds[phase] += start.elapsed_time(end) / 1e3 if self.cuda else end - start
+        return {"total": total, **seconds}
+
+
+def backend():
+    import deepspeed.comm.comm as comm
+
+    return comm.cdb
+
+
+def clock(job: dict, rank: int, world: int, device: str, tell) -> None:
+    """All variants of the job side by side, nothing attached: warm-up, then rounds in rotating order.
+
+    Tells {"event": "times", "variant", "round", "steps": [{"total", "forward", "backward", "step"}]} for each block.
+    """
+    from zerolab.ranks.engine import Engine
+    from zerolab.ranks.wire import Wire
+
+    engines, wires = {}, {}
+    for name, variant in job["variants"].items():
+        tell({"event": "at", "variant": name, "doing": "building"})
+        engines[name] = Engine(variant, rank, device)
+        if variant.get("wire"):
+            wires[name] = Wire(backend(), world, variant["wire"])
+    timer = Clock(device)
+
+    def block(name, steps):
+        wire = wires.get(name)
+        if wire:
+            wire.attach()
+        try:
+            samples = []
+            for _ in range(steps):
+                if wire:
+                    wire.begin()
+                samples.append(timer.measure(engines[name], wire.settle if wire else None))
+            return samples
+        finally:
+            if wire:
+                wire.detach()
+
+    for name in engines:
+        tell({"event": "at", "variant": name, "doing": "warming up"})
+        begin = time.perf_counter()
+        block(name, 1)
+        tell({"event": "first", "variant": name, "seconds": time.perf_counter() - begin})
+        block(name, job["warmup"] - 1)
+    names = list(engines)
+    for turn in range(job["rounds"]):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            tell({"event": "at", "variant": name, "doing": f"round {turn + 1} of {job['rounds']}"})
+            samples = block(name, job["steps"])
+            tell({"event": "times", "variant": name, "round": turn, "steps": samples})
+            if device.startswith("cuda"):
+                import torch
+
+                peak = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+                tell({"event": "memory", "variant": name, "alone": len(names) == 1, **peak})
+    for name in names:
+        if job.get("then_watch"):
+            tell({"event": "at", "variant": name, "doing": "watching"})
+            result = watch_one(job["variants"][name], rank, world, device, job, engines[name])
+            tell({"event": "watched", "variant": name, **result})
+        else:
+            engines[name].destroy()
+
+
+def watch(job: dict, rank: int, world: int, device: str, tell) -> None:
+    """Each variant of the job in turn, everything attached: collectives of every step, residency, holdings, memory, timeline.
+
+    Tells {"event": "watched", "variant", ...}; see `report.Variant` for the parts.
+    """
+    for name, variant in job["variants"].items():
+        tell({"event": "at", "variant": name, "doing": "watching"})
+        result = watch_one(variant, rank, world, device, job)
+        tell({"event": "watched", "variant": name, **result})
+
+
+def watch_one(variant: dict, rank: int, world: int, device: str, job: dict, engine=None) -> dict:
+    """Everything about one variant; with an `engine` that ran before, its first steps are no longer to be seen."""
+    import torch
+
+    from zerolab.ranks import probe
+    from zerolab.ranks.engine import Engine
+    from zerolab.ranks.wire import Wire
+
+    parts = job["parts"]
+    kind = device.partition(":")[0]
+    engine = engine or Engine(variant, rank, device)
+    wire = Wire(backend(), world, variant.get("wire"))
+    residency = probe.Residency(engine) if engine.coordinator else None
+    copies = probe.HostCopies(engine) if residency else None
+    marks: list = []
+
+    def mark(phase, micro):
+        wire.phase, wire.micro = phase, micro
+        marks.append([phase, micro, time.perf_counter() - wire.zero])
+        if residency:
+            residency.mark(phase, micro)
+            copies.phase = phase
+
+    result: dict = {"collectives": [], "world": world}
+    wire.attach()
+    try:
+        for step in range(job["warmup"]):
+            last = step == job["warmup"] - 1
+            torch.distributed.barrier()
+            wire.begin()
+            marks.clear()
+            if residency:
+                residency.begin()
+                copies.bytes = dict.fromkeys(copies.bytes, 0)
+                with residency.attached(), copies.attached():
+                    engine.step(mark, wire.settle)
+                    residency.sample()
+            else:
+                engine.step(mark, wire.settle)
+            result["collectives"].append([list(c) for c in wire.collectives()])
+            if last:
+                result["marks"] = list(marks)
+                if residency:
+                    result["resident"] = residency.summary()
+                    result["host_copies"] = dict(copies.bytes)
+    finally:
+        wire.detach()
+    result["loss"] = float(engine.loss)
+    result["model"] = {
+        "elements": sum(getattr(p, "ds_numel", p.numel()) for p in engine.parameters),
+        "trainable": sum(getattr(p, "ds_numel", p.numel()) for p in engine.parameters if p.requires_grad),
+        "tensors": len(engine.parameters),
+        "largest": max(getattr(p, "ds_numel", p.numel()) for p in engine.parameters),
+    }
+    if residency:
+        persistent = [p.ds_numel for p in engine.parameters if p.ds_persist]
+        result["model"].update(persistent_tensors=len(persistent), persistent_elements=sum(persistent))
+        result["holdings"] = probe.holdings(engine)
+        result["sub_groups"] = len(engine.optimizer.fp16_groups)
+    if "alive" in parts:
+        result["alive"] = probe.alive(kind)
+    if "memory" in parts:
+        result["memory"] = memory_by_phase(engine, kind)
+    if "timeline" in parts:
+        result["timeline"] = one_timeline(engine, wire, kind)
+    engine.destroy()
+    return result
+
+
+def memory_by_phase(engine, kind: str) -> dict:
+    """Bytes: the largest allocation above its start in each phase of one step; on a GPU also the step's absolute peaks."""
+    import torch
+
+    from zerolab.ranks import probe
+
+    peaks = {"forward": 0, "backward": 0, "step": 0}
+    if kind == "cuda":
+        phases: list = []
+
+        def border(phase, micro):
+            torch.cuda.synchronize()
+            if phases:
+                before, start = phases[-1]
+                peaks[before] = max(peaks[before], torch.cuda.max_memory_allocated() - start)
+            totals["allocated"] = max(totals["allocated"], torch.cuda.max_memory_allocated())
+            phases.append((phase, torch.cuda.memory_allocated()))
+            torch.cuda.reset_peak_memory_stats()
+
+        totals = {"allocated": 0}
+        rest = torch.cuda.memory_allocated()
+        engine.step(border)
+        border("end", 0)
+        return {**peaks, "rest": rest, "allocated": totals["allocated"], "reserved": torch.cuda.memory_reserved()}
+
+    sessions: dict = {}
+
+    class Border:
+        open = None
+
+        def __call__(self, phase, micro):
+            self.close()
+            result: dict = {}
+            self.open = (phase, probe.profiled(kind, result, memory=True), result)
+            self.open[1].__enter__()
+
+        def close(self):
+            if self.open:
+                phase, session, result = self.open
+                session.__exit__(None, None, None)
+                sessions.setdefault(phase, []).append(probe.peak_bytes(result["events"]))
+                self.open = None
+
+    border = Border()
+    engine.step(border)
+    border.close()
+    return {phase: max(sessions[phase]) for phase in peaks}
+
+
+def one_timeline(engine, wire, kind: str) -> dict:
+    """Lanes of one step from torch.profiler, with the phase borders; the link lane is the emulator's where a wire is emulated."""
+    import torch
+
+    from zerolab.ranks import probe
+
+    result, marks = {}, []
+    if wire.emulate:
+        wire.attach()
+    torch.distributed.barrier()
+    wire.begin()
+
+    def mark(phase, micro):
+        marks.append([phase, micro, time.perf_counter() - wire.zero])
+
+    try:
+        with probe.profiled(kind, result, memory=False):
+            engine.step(mark, wire.settle)
+            if kind == "cuda":
+                torch.cuda.synchronize()
+        end = time.perf_counter() - wire.zero
+    finally:
+        wire.detach()
+    lanes = probe.timeline(result["events"], kind)
+    if wire.emulate:
+        lanes["link"] = [[round(s, 6), round(e, 6)] for _, s, e in wire.lanes]
+    return {"lanes": lanes, "marks": marks, "end": end, "emulated": bool(wire.emulate)}
+
+
+def call(job: dict, rank: int, world: int, device: str, tell) -> None:
+    """Run the function named by job["call"] = "module:function" on every rank; tell what each rank returns."""
+    module, _, name = job["call"].partition(":")
+    value = getattr(importlib.import_module(module), name)(rank=rank, world=world, device=device, **job["arguments"])
+    import torch
+
+    values = [None] * world
+    torch.distributed.all_gather_object(values, value)
+    tell({"event": "returned", "values": values})
+
+
+def plain(job: dict, rank: int, world: int, device: str, tell) -> None:
+    """Run the function named by job["call"] in this process alone, without joining a group."""
+    module, _, name = job["call"].partition(":")
+    tell({"event": "returned", "values": [getattr(importlib.import_module(module), name)(**job["arguments"])]})
+
+
+WORK = {"clock": clock, "watch": watch, "call": call, "plain": plain}
+
+
+def explain(error: BaseException) -> dict:
+    """What went wrong, in one line, and its kind: "out of memory", "rejected" or "failed"."""
+    text = str(error).strip()
+    kind = "failed"
+    if type(error).__name__ == "ValidationError":
+        kind = "rejected"
+        text = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
+    elif type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text or isinstance(error, MemoryError):
+        kind = "out of memory"
+    elif type(error).__name__ == "DeepSpeedConfigError":
+        kind = "rejected"
+    line = text.splitlines()[0] if text else type(error).__name__
+    if "can't allocate memory" in text:
+        line = next(part for part in text.splitlines() if "can't allocate memory" in part)
+    return {"kind": kind, "message": f"{type(error).__name__}: {line}"}
+
+
+def work(rank: int, world: int, job: dict, store: str | None, tell) -> int:
+    """Join, do the job, say "done". Any error is told by the rank that met it, with its traceback in the log."""
+    try:
+        device = "cpu" if job["work"] == "plain" else join(rank, world, job, store)
+        if rank == 0:
+            tell({"event": "joined"})
+        WORK[job["work"]](job, rank, world, device, tell if rank == 0 else lambda message: None)
+        tell({"event": "done", "rank": rank})
+        return 0
+    except BaseException as error:  # the leader must hear of everything, then end the group
+        traceback.print_exc()
+        sys.stderr.flush()
+        tell({"event": "error", "rank": rank, **explain(error)})
+        return 1
+
+
+def forked(rank: int, world: int, job: dict, store: str, connection, log: str, leader: int) -> None:
+    """Entry of a forked rank: its output goes to `log`, a Ctrl-C is the kernel's business, and it does not outlive the leader."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != leader:
+            os._exit(1)
+    status = work(rank, world, job, store, connection.send)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def launched(job_file: str, out_file: str) -> None:
+    """Entry under a launcher: read the job, append rank 0's messages to `out_file` as JSON lines."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    job = json.load(open(job_file))
+    with open(out_file, "a", buffering=1) if rank == 0 else open(os.devnull, "w") as out:
+        status = work(rank, world, job, None, lambda message: out.write(json.dumps(message) + "\n"))
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    launched(*[a for a in sys.argv[1:] if not a.startswith("--local_rank")])
