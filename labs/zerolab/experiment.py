@@ -17,6 +17,7 @@ from zerolab import machine, ranks
 from zerolab.progress import Progress
 from zerolab.ranks import RanksError
 from zerolab.report import Report, results_folder
+from zerolab.tunnel import shrink
 
 # What a variant may say beside keys of `zero_optimization`.
 OWN_KEYS = ("model", "micro_batch", "seq", "accumulation", "wire", "ds_config", "zero_optimization")
@@ -31,9 +32,10 @@ class Experiment:
     """A model, variants of its config, and how to measure them.
 
     name: of the result file. variants: {label: {zero_optimization key: value, ...}}; a variant may also hold any of `OWN_KEYS`.
-    model: a spec for `zerolab.model.build`. base: zero_optimization keys that all variants share. world: ranks (default
+    model: a spec for `zerolab.model.build`; with a `scale`, thresholds are those of the full model and shrink with it (see
+    `tunnel`). base: zero_optimization keys that all variants share. world: ranks (default
     ZEROLAB_WORLD or 4). micro_batch, seq: input per rank and micro-step; accumulation: micro-steps in an optimizer step.
-    warmup: steps before anything counts (at least 3: a trace must be complete). rounds × steps: timed blocks per variant, in
+    warmup: steps before anything counts (3: a trace must be complete). rounds × steps: timed blocks per variant, in
     rotating order; rounds=0 counts only. watch: parts of the watch pass ("memory", "timeline", "alive"). wire: an emulated link,
     {"latency": s, "bandwidth": bytes/s}. limit: seconds of silence after which a group counts as hung. cap: GiB per rank, beyond
     which allocations fail. isolate: a fresh group for each variant also when timing. gpu: fields to replace on the GPU tier.
@@ -63,8 +65,8 @@ class Experiment:
         if self.gpu and machine.tier(self.world) == "gpu":
             for key, value in self.gpu.items():
                 setattr(self, key, value)
-        if self.warmup < 3:
-            raise ZerolabError("warmup must be at least 3: DeepSpeed prefetches from the third step on")
+        if self.warmup < (3 if self.rounds else 1):
+            raise ZerolabError("warmup must be at least 3 before timing: DeepSpeed prefetches from the third step on")
         if not self.variants:
             raise ZerolabError("an experiment needs at least one variant")
 
@@ -72,14 +74,15 @@ class Experiment:
         """The full JSON of one variant, as the ranks get it."""
         own = {k: v for k, v in self.variants[label].items() if k in OWN_KEYS}
         zero = {k: v for k, v in self.variants[label].items() if k not in OWN_KEYS}
+        model = {**self.model, **own.get("model", {})}
         return {
-            "model": {**self.model, **own.get("model", {})},
+            "model": model,
             "micro_batch": own.get("micro_batch", self.micro_batch),
             "seq": own.get("seq", self.seq),
             "accumulation": own.get("accumulation", self.accumulation),
             "wire": own.get("wire", self.wire),
             "ds_config": own.get("ds_config", {}),
-            "zero": {**self.base, **own.get("zero_optimization", {}), **zero},
+            "zero": shrink({**self.base, **own.get("zero_optimization", {}), **zero}, model.get("scale", 1)),
         }
 
     def run(self, save: str | Path | bool = True, progress: bool = True) -> Report:

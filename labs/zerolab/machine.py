@@ -131,3 +131,13 @@ def _output(command: list[str]) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
+
+
+def folder_name(world: int | None = None) -> str:
+    """A folder for records of this machine, such as "h200-x2-nvlink" or "cpu-x4"."""
+    world = world or world_size()
+    if tier(world) == "cpu":
+        return f"cpu-x{world}"
+    name = gpus()[0].lower().removeprefix("nvidia ").replace(" ", "-")
+    short = {"NVLink": "nvlink", "PCIe P2P": "pcie", "shared memory (P2P off)": "shm"}[link(world)]
+    return f"{name}-x{world}-{short}"

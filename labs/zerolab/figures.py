@@ -1,0 +1,254 @@
+"""The few pictures that the whole course uses. Each takes reports, returns a matplotlib figure, and carries its provenance.
+
+Labels inside figures are short English or symbols. Variants keep one colour throughout a page.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+
+import matplotlib
+import matplotlib.pyplot as plt
+
+from zerolab import trace
+from zerolab.report import Report
+
+matplotlib.rcParams.update(
+    {
+        "figure.dpi": 110,
+        "font.size": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 10,
+        "axes.titlelocation": "left",
+        "legend.frameon": False,
+        "svg.fonttype": "none",
+    }
+)
+# Okabe and Ito's palette: told apart with any colour vision.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999999", "#F0E442")
+COMPUTE, LINK, COPY = "#0072B2", "#E69F00", "#009E73"
+PHASE = {"forward": "#56B4E9", "backward": "#0072B2", "step": "#999999"}
+OPS = {"all_gather": "#0072B2", "reduce_scatter": "#E69F00", "all_reduce": "#D55E00", "broadcast": "#999999"}
+
+
+def human(number: float, unit: str = "") -> str:
+    """1.02 B, 26.2 M, 5.1 k: three digits with a decimal prefix (k, M, B = 10³, 10⁶, 10⁹)."""
+    if number is None or (isinstance(number, float) and math.isnan(number)):
+        return "–"
+    for factor, prefix in ((1e12, "T"), (1e9, "B" if not unit else "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= factor:
+            return f"{number / factor:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit}".strip()
+
+
+def gib(number: float) -> str:
+    """Bytes as GiB, MiB or KiB with three digits."""
+    for factor, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(number) >= factor:
+            return f"{number / factor:.3g} {name}"
+    return f"{number:.0f} B"
+
+
+def note(figure, report: Report | list[Report], extra: str = ""):
+    """Write the provenance line under a figure."""
+    lines = [r.line + (" · emulated wire" if _emulated(r) else "") for r in ([report] if isinstance(report, Report) else report)]
+    figure.text(0.01, -0.02, "\n".join(lines + ([extra] if extra else [])), fontsize=6.5, color="#777777", va="top")
+    return figure
+
+
+def _emulated(report: Report) -> bool:
+    return any(v.data["variant"].get("wire") for v in report)
+
+
+def _axes(rows: int, height=0.42, width=7.2, least=1.3, columns=1):
+    figure, axes = plt.subplots(1, columns, figsize=(width, max(least, 0.7 + height * rows)), layout="constrained")
+    return figure, axes
+
+
+def ratios(report: Report, base: str | None = None, phase: str = "total", names=None, title: str | None = None):
+    """Time of each variant over the base's, a dot with its 95 % interval; a hollow dot where the interval holds 1."""
+    base = base or report.base
+    names = [n for n in (names or report.variants) if report[n].times()]
+    figure, axis = _axes(len(names), height=0.34)
+    for row, name in enumerate(names):
+        r = report.ratio(name, base, phase) if name != base else None
+        if r is None:
+            axis.plot(1, row, "|", color="black", markersize=12)
+            axis.annotate("base", (1, row), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
+            continue
+        colour = COLOURS[0]
+        axis.plot([r.low, r.high], [row, row], color=colour, lw=2)
+        axis.plot(r.value, row, "o", color=colour, markerfacecolor=colour if r.sure else "white")
+        axis.annotate(f"×{r.value:.2f}", (r.high, row), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
+    axis.axvline(1, color="#bbbbbb", lw=1, zorder=0)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.margins(x=0.15)
+    what = {"total": "step"}.get(phase, phase)
+    axis.set_xlabel(f"time of a {what} ÷ that of “{base}”, 95 % interval" if phase == "total" else f"{what} time ÷ that of “{base}”, 95 % interval")
+    if title:
+        axis.set_title(title)
+    return note(figure, report)
+
+
+def phases(report: Report, names=None, title: str | None = None):
+    """Median seconds of each variant, split into forward, backward and step."""
+    names = [n for n in (names or report.variants) if report[n].times()]
+    figure, axis = _axes(len(names), height=0.34)
+    left = [0.0] * len(names)
+    for phase, colour in PHASE.items():
+        widths = [report[n].seconds(phase) for n in names]
+        axis.barh(range(len(names)), widths, left=left, color=colour, label=phase, height=0.62)
+        left = [a + b for a, b in zip(left, widths)]
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.set_xlabel("s per optimizer step, median")
+    axis.legend(ncols=3, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
+    if title:
+        axis.set_title(title)
+    return note(figure, report)
+
+
+def collectives(report: Report, names=None, ops=("all_gather", "reduce_scatter"), title: str | None = None):
+    """How many collectives a steady step makes, by op and phase; the number stands at each bar's end."""
+    names = [n for n in (names or report.variants) if report[n].data.get("collectives")]
+    shades = {("all_gather", "forward"): "#56B4E9", ("all_gather", "backward"): "#0072B2", ("all_gather", "step"): "#003f63"}
+    figure, axis = _axes(len(names), height=0.36)
+    left = [0] * len(names)
+    for op in ops:
+        for phase in trace.PHASES:
+            counts = [report[n].count(op, phase) for n in names]
+            if not any(counts):
+                continue
+            colour = shades.get((op, phase), OPS.get(op, "#999999"))
+            axis.barh(range(len(names)), counts, left=left, color=colour, label=f"{op.replace('_', '-')}, {phase}", height=0.62)
+            left = [a + b for a, b in zip(left, counts)]
+    for row, total in enumerate(left):
+        axis.annotate(f"{total:,}", (total, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.margins(x=0.1)
+    axis.set_xlabel("collectives in one optimizer step (exact)")
+    axis.legend(ncols=3, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
+    if title:
+        axis.set_title(title)
+    return note(figure, report)
+
+
+def timeline(report: Report, names=None, phase: str | None = None, title: str | None = None):
+    """What computed and what was on the link, for one profiled step (slower than an untraced one: read shapes, not seconds)."""
+    names = [n for n in (names or report.variants) if report[n].data.get("timeline")]
+    lanes = {"compute": COMPUTE, "link": LINK, "copy": COPY}
+    figure, axis = _axes(len(names), height=0.85, least=1.6)
+    ticks, labels = [], []
+    for row, name in enumerate(names):
+        data = report[name].data["timeline"]
+        marks = [m for m in data["marks"] if m[0] != "end"] + [["end", 0, data["end"]]]
+        used = {lane: spans for lane, spans in data["lanes"].items() if spans}
+        for i, (lane, spans) in enumerate(used.items()):
+            y = row + (i - (len(used) - 1) / 2) * 0.3
+            axis.broken_barh([(s, e - s) for s, e in spans], (y - 0.13, 0.26), color=lanes[lane], linewidth=0)
+            ticks.append(y)
+            labels.append(f"{name}: {lane}" if i == 0 else lane)
+        for (what, micro, at), following in zip(marks, marks[1:]):
+            axis.plot([at, at], [row - 0.42, row + 0.42], color="#888888", lw=0.7)
+            if following[2] - at > 0.06 * data["end"]:
+                axis.annotate(what, (at, row - 0.44), fontsize=7, color="#666666", va="bottom", xytext=(2, 0), textcoords="offset points")
+    axis.set_yticks(ticks, labels, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(left=0)
+    axis.set_xlabel("s since the step began, one profiled step")
+    if title:
+        axis.set_title(title)
+    return note(figure, report)
+
+
+def resident(report: Report, names=None, scale: int = 1, title: str | None = None):
+    """Gathered elements over the events of one steady step. scale multiplies the axis (1024 in the wind tunnel)."""
+    names = [n for n in (names or report.variants) if report[n].data.get("resident")]
+    figure, axis = plt.subplots(figsize=(7.2, 2.8), layout="constrained")
+    for colour, name in zip(COLOURS, names):
+        series = report[name].data["resident"]["series"]
+        values = [e * scale for _, e in series]
+        x = [i / max(1, len(values) - 1) for i in range(len(values))]
+        axis.step(x, values, where="post", color=colour, lw=1.2, label=name)
+    axis.set_xticks([0, 1], ["forward begins", "step ends"])
+    axis.yaxis.set_major_formatter(lambda value, _: human(value))
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("gathered elements" + (f" × {scale}" if scale > 1 else ""))
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    if title:
+        axis.set_title(title)
+    return note(figure, report)
+
+
+HOLDING_LABELS = {
+    "parameters": "weights, own shard",
+    "persistent": "weights, persistent",
+    "gradients": "gradients, own shard",
+    "gradient_buffer": "reduce bucket",
+    "master": "fp32 master",
+    "master_gradients": "fp32 gradients",
+    "optimizer": "Adam m and v",
+}
+
+
+def holdings(report: Report, names=None, title: str | None = None):
+    """Bytes that one rank keeps between steps, by purpose; hatched where they live on the host of a GPU tier."""
+    names = [n for n in (names or report.variants) if report[n].holdings]
+    figure, axis = _axes(len(names), height=0.4)
+    left = [0.0] * len(names)
+    for colour, (part, label) in zip(COLOURS, HOLDING_LABELS.items()):
+        sizes = [report[n].holdings[part]["bytes"] / 2**20 for n in names]
+        if not any(sizes):
+            continue
+        bars = axis.barh(range(len(names)), sizes, left=left, color=colour, label=label, height=0.62)
+        for bar, n in zip(bars, names):
+            if report.provenance["tier"] == "gpu" and report[n].holdings[part]["device"] == "cpu":
+                bar.set_hatch("////")
+                bar.set_edgecolor("white")
+        left = [a + b for a, b in zip(left, sizes)]
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.set_xlabel("MiB per rank between steps")
+    axis.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1, 1))
+    if title:
+        axis.set_title(title)
+    return note(figure, report)
+
+
+def table(rows: list[dict], caption: str = "", first_is_header: bool = True):
+    """Rows of {column: value} as HTML. Values are shown as they come: format them before."""
+    from IPython.display import HTML
+
+    if not rows:
+        return HTML("<p>(no rows)</p>")
+    columns = list(rows[0])
+    head = "".join(f'<th scope="col">{html.escape(str(c))}</th>' for c in columns)
+    body = []
+    for row in rows:
+        cells = []
+        for i, column in enumerate(columns):
+            value = row.get(column, "")
+            text = value.data if isinstance(value, HTML) else html.escape(str(value))
+            cells.append(f'<th scope="row">{text}</th>' if i == 0 and first_is_header else f"<td>{text}</td>")
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    heading = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    return HTML(f'<div class="pst-scrollable-table-container"><table class="table zerolab">{heading}<thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>')
+
+
+def summary(report: Report) -> str:
+    """The HTML that a report shows of itself: one row a variant."""
+    rows = []
+    for v in report:
+        seen = bool(v.data.get("collectives"))
+        row = {"variant": v.name, "status": v.status if v.ok else f"{v.status}: {v.message}"}
+        row["all-gathers F + B + step"] = " + ".join(str(v.count("all_gather", p)) for p in trace.PHASES) if seen else "–"
+        row["reduce-scatters"] = v.count("reduce_scatter") if seen else "–"
+        row["peak resident"] = human(v.peak_resident) if seen and v.data.get("resident") else "–"
+        row["step, s"] = f"{v.seconds():.3f}" if v.times() else "–"
+        row["÷ first"] = str(report.ratio(v.name)) if v.times() and report[report.base].times() and v.name != report.base else ""
+        rows.append(row)
+    return table(rows).data + f'<p class="provenance">{html.escape(report.line)}</p>'

@@ -1,0 +1,10 @@
+"""What a ZeRO-3 config will do, worked out without running it.
+
+`capture` (torch, in `zerolab.predict.capture`) writes down how a model runs; `schedule` says which collectives follow.
+"""
+
+from .coordinator import Unpredictable
+from .moduletrace import ModuleTrace
+from .schedule import Schedule, Step, schedule
+
+__all__ = ["ModuleTrace", "Schedule", "Step", "Unpredictable", "schedule"]
