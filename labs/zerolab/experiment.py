@@ -36,7 +36,8 @@ class Experiment:
     `tunnel`). base: zero_optimization keys that all variants share. world: ranks (default
     ZEROLAB_WORLD or 4). micro_batch, seq: input per rank and micro-step; accumulation: micro-steps in an optimizer step.
     warmup: steps before anything counts (3: a trace must be complete). rounds × steps: timed blocks per variant, in
-    rotating order; rounds=0 counts only. watch: parts of the watch pass ("memory", "timeline", "alive"). wire: an emulated link,
+    rotating order; rounds=0 counts only. watch: parts of the watch pass ("memory", "timeline", "alive"). fresh: a group of its own
+    for each watched variant (default: on GPUs). wire: an emulated link,
     {"latency": s, "bandwidth": bytes/s}. limit: seconds of silence after which a group counts as hung. cap: GiB per rank, beyond
     which allocations fail. isolate: a fresh group for each variant also when timing. gpu: fields to replace on the GPU tier.
     """
@@ -53,7 +54,7 @@ class Experiment:
     rounds: int = 5
     steps: int = 2
     watch: tuple = ("memory", "timeline")
-    fresh: bool = True
+    fresh: bool | None = None
     wire: dict | None = None
     limit: float = 120
     cap: float | None = None
@@ -65,6 +66,8 @@ class Experiment:
         if self.gpu and machine.tier(self.world) == "gpu":
             for key, value in self.gpu.items():
                 setattr(self, key, value)
+        if self.fresh is None:  # a GPU's allocator remembers earlier engines, a CPU's peak is counted from the phase's own start
+            self.fresh = machine.tier(self.world) == "gpu"
         if self.warmup < (3 if self.rounds else 1):
             raise ZerolabError("warmup must be at least 3 before timing: DeepSpeed prefetches from the third step on")
         if not self.variants:
@@ -112,10 +115,19 @@ class Experiment:
         """{variant: Schedule}: every collective of this experiment, worked out without running it."""
         from zerolab.predict import Schedule
 
-        job = {"work": "plain", "call": "zerolab.predict:schedules_json", "threads": 1, "limit": self.limit}
+        job = {"work": "plain", "call": "zerolab.predict.specs:schedules_json", "threads": 1, "limit": self.limit}
         job["arguments"] = {"specs": {v: self.spec(v) for v in self.variants}, "world": self.world}
-        values = call(job, world=1, accelerator="cpu")
+        values = call(job, world=1, accelerator_name=accelerator(self.world))
         return {label: Schedule.from_json(data) for label, data in values[0].items()}
+
+    def replace(self, **changes) -> Experiment:
+        """The same experiment with some fields changed (its `gpu` replacements are already in)."""
+        return dataclasses.replace(self, **{"gpu": {}, **changes})
+
+    def mine(self, **zero) -> Experiment:
+        """The first variant with the reader's own values, as a variant "mine" that is counted, not timed."""
+        first = next(iter(self.variants.values()))
+        return self.replace(variants={"mine": {**first, **zero}}, rounds=0, watch=())
 
     def to_json(self) -> dict:
         return dataclasses.asdict(self)

@@ -252,3 +252,96 @@ def summary(report: Report) -> str:
         row["÷ first"] = str(report.ratio(v.name)) if v.times() and report[report.base].times() and v.name != report.base else ""
         rows.append(row)
     return table(rows).data + f'<p class="provenance">{html.escape(report.line)}</p>'
+
+
+def predicted(prediction: dict):
+    """A table of what is predicted for each variant: collectives of a steady step, passes, residency."""
+    return table([{"variant": name, **_exact(s.steady, s.passes)} for name, s in prediction.items()])
+
+
+def _exact(step, passes: float) -> dict:
+    gathers = " + ".join(f"{step.count(op='all_gather', phase=p):,}" for p in trace.PHASES)
+    return {
+        "all-gathers F + B + step": gathers,
+        "reduce-scatters": f"{step.count(op='reduce_scatter'):,}",
+        "gathered ÷ model": f"{passes:.3f}",
+        "peak resident": human(step.peak_resident),
+    }
+
+
+def compared(report: Report, prediction: dict):
+    """What was measured, and whether every collective of the steady step is the predicted one."""
+    rows = []
+    for v in report:
+        if not v.ok:
+            rows.append({"variant": v.name, "measured": f"{v.status}: {v.message}"})
+            continue
+        gathers = " + ".join(f"{v.count('all_gather', p):,}" for p in trace.PHASES)
+        same = not trace.difference(prediction[v.name].steady.collectives, v.collectives())
+        rows.append(
+            {
+                "variant": v.name,
+                "all-gathers F + B + step": gathers,
+                "reduce-scatters": f"{v.count('reduce_scatter'):,}",
+                "gathered ÷ model": f"{v.passes:.3f}",
+                "peak resident": human(v.peak_resident),
+                "as predicted": "yes, every one" if same else "NO",
+            }
+        )
+    return table(rows)
+
+
+def recorded_ratios(name: str, phase: str = "total"):
+    """The recorded GPU runs of a lab as HTML: time ratio, peak memory and counts for each variant, a table a machine.
+
+    Says plainly when there is none yet.
+    """
+    from IPython.display import HTML
+
+    from zerolab.report import recorded
+
+    parts = []
+    for report in recorded(name):
+        rows = []
+        for v in report:
+            row = {"variant": v.name}
+            if not v.ok:
+                rows.append(row | {"step, s": f"{v.status}: {v.message}"})
+                continue
+            row["step, s"] = f"{v.seconds():.3f}" if v.times() else "–"
+            timed = v.times() and report[report.base].times() and v.name != report.base
+            row["÷ first, 95 % interval"] = str(report.ratio(v.name, phase=phase)) if timed else "1"
+            allocated = v.memory.get("allocated") or v.data.get("peak", {}).get("allocated")
+            row["peak allocated"] = gib(allocated) if allocated else "–"
+            if v.data.get("collectives"):
+                row["all-gathers F + B + step"] = " + ".join(f"{v.count('all_gather', p):,}" for p in trace.PHASES)
+                row["reduce-scatters"] = f"{v.count('reduce_scatter'):,}"
+            rows.append(row)
+        parts.append(table(rows).data + f'<p class="provenance">{html.escape(report.line)}</p>')
+    return HTML("".join(parts) or "<p><em>Not recorded on GPUs yet.</em></p>")
+
+
+def host_copies(report: Report, names=None, title: str | None = None):
+    """Host-to-device copies of a micro-step in units of the rank's shard, forward and backward."""
+    names = [n for n in (names or report.variants) if report[n].host_copies]
+    figure, axis = _axes(len(names), height=0.36)
+    left = [0.0] * len(names)
+    for phase in ("forward", "backward"):
+        widths = []
+        for n in names:
+            v = report[n]
+            offloaded = (v.zero.get("offload_param") or {}).get("device", "none") != "none"
+            shard = v.holdings["parameters"]["bytes"] * v.data["variant"]["accumulation"]
+            widths.append(v.host_copies[phase] / shard if offloaded else 0.0)
+        axis.barh(range(len(names)), widths, left=left, color=PHASE[phase], label=phase, height=0.62)
+        left = [a + b for a, b in zip(left, widths)]
+    for row, total in enumerate(left):
+        axis.annotate(f"{total:.2f}", (total, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.margins(x=0.1)
+    axis.set_xlabel("copied from the host in a micro-step ÷ the rank's shard (exact)")
+    axis.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
+    if title:
+        axis.set_title(title)
+    return note(figure, report)

@@ -138,6 +138,22 @@ class Variant:
         """Bytes: largest allocation above its start in each phase (fresh process); on a GPU also rest, allocated, reserved."""
         return self.data.get("memory", {})
 
+    @property
+    def host_copies(self) -> dict:
+        """Bytes of parameter shards that gathers asked to be on the device, by phase: host-to-device traffic under offload_param."""
+        return self.data.get("host_copies", {})
+
+    @property
+    def shard_passes(self) -> float:
+        """Those bytes in a micro-step, over the bytes of this rank's whole shard."""
+        shard = self.holdings["parameters"]["bytes"]
+        return sum(self.host_copies.values()) / shard / self.data["variant"]["accumulation"]
+
+    @property
+    def pinned(self) -> dict:
+        """bytes, calls: what DeepSpeed asked to page-lock while the engine was built."""
+        return self.data.get("pinned", {})
+
     def times(self, phase: str = "total") -> list[float]:
         """Seconds, one median a round. phase: "total", "forward", "backward" or "step"."""
         return [statistics.median(s[phase] for s in block) for block in self.data.get("times", [])]

@@ -77,10 +77,8 @@ def holdings(engine) -> dict:
     """Bytes that this rank keeps between steps, by purpose, and on which device each lives.
 
     {part: {"bytes": int, "device": str}} with the parts parameters, gradients, gradient_buffer (the reduce bucket), master,
-    master_gradients, optimizer, persistent; plus pinned host bytes. Stage 3 only; `alive()` serves every stage.
+    master_gradients, optimizer, persistent. Stage 3 only; `alive()` serves every stage.
     """
-    from deepspeed.utils.pin_memory_tracker import _tracker
-
     optimizer, parts = engine.optimizer, {}
 
     def add(part, tensors):
@@ -97,7 +95,6 @@ def holdings(engine) -> dict:
     add("master_gradients", [t.grad for t in masters])
     states = optimizer.optimizer.state.values()
     add("optimizer", [v for s in states for v in s.values() if hasattr(v, "numel") and v.numel() > 1])
-    parts["pinned"] = {"bytes": _tracker._bytes, "calls": _tracker._calls, "device": "host"}
     return parts
 
 
@@ -151,6 +148,30 @@ class HostCopies:
             yield self
         finally:
             torch.Tensor.to = original
+
+
+@contextlib.contextmanager
+def pin_requests(found: dict):
+    """Count what DeepSpeed asks the accelerator to page-lock while the block runs: `found["bytes"]`, `found["calls"]`.
+
+    On a CPU tier nothing is locked, but the requests are the same.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    original = accelerator.pin_memory
+    found.update(bytes=0, calls=0)
+
+    def pin_memory(tensor, *args, **kwargs):
+        found["bytes"] += size(tensor)
+        found["calls"] += 1
+        return original(tensor, *args, **kwargs)
+
+    accelerator.pin_memory = pin_memory
+    try:
+        yield found
+    finally:
+        del accelerator.pin_memory
 
 
 @contextlib.contextmanager

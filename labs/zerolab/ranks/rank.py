@@ -177,7 +177,10 @@ def watch_one(variant: dict, rank: int, world: int, device: str, job: dict, engi
 
     parts = job["parts"]
     kind = device.partition(":")[0]
-    engine = engine or Engine(variant, rank, device)
+    pinned: dict = {}
+    if engine is None:
+        with probe.pin_requests(pinned):
+            engine = Engine(variant, rank, device)
     wire = Wire(backend(), world, variant.get("wire"))
     residency = probe.Residency(engine) if engine.coordinator else None
     copies = probe.HostCopies(engine) if residency else None
@@ -190,7 +193,7 @@ def watch_one(variant: dict, rank: int, world: int, device: str, job: dict, engi
             residency.mark(phase, micro)
             copies.phase = phase
 
-    result: dict = {"collectives": [], "world": world}
+    result: dict = {"collectives": [], "world": world, "pinned": pinned}
     wire.attach()
     try:
         for step in range(job["warmup"]):
