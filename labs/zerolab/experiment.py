@@ -37,7 +37,7 @@ class Experiment:
     ZEROLAB_WORLD or 4). micro_batch, seq: input per rank and micro-step; accumulation: micro-steps in an optimizer step.
     warmup: steps before anything counts (3: a trace must be complete). rounds × steps: timed blocks per variant, in
     rotating order; rounds=0 counts only. watch: parts of the watch pass ("memory", "timeline", "alive"). fresh: a group of its own
-    for each watched variant (default: on GPUs). wire: an emulated link,
+    for each watched variant, since engines leave memory behind. wire: an emulated link,
     {"latency": s, "bandwidth": bytes/s}. limit: seconds of silence after which a group counts as hung. cap: GiB per rank, beyond
     which allocations fail. isolate: a fresh group for each variant also when timing. gpu: fields to replace on the GPU tier.
     """
@@ -54,7 +54,7 @@ class Experiment:
     rounds: int = 5
     steps: int = 2
     watch: tuple = ("memory", "timeline")
-    fresh: bool | None = None
+    fresh: bool = True
     wire: dict | None = None
     limit: float = 120
     cap: float | None = None
@@ -66,8 +66,6 @@ class Experiment:
         if self.gpu and machine.tier(self.world) == "gpu":
             for key, value in self.gpu.items():
                 setattr(self, key, value)
-        if self.fresh is None:  # a GPU's allocator remembers earlier engines, a CPU's peak is counted from the phase's own start
-            self.fresh = machine.tier(self.world) == "gpu"
         if self.warmup < (3 if self.rounds else 1):
             raise ZerolabError("warmup must be at least 3 before timing: DeepSpeed prefetches from the third step on")
         if not self.variants:
