@@ -48,6 +48,7 @@ class Engine:
         self.variant, self.config = variant, ds_config(variant)
         torch.manual_seed(0)
         build, arguments = factory(variant["model"])
+        self.threads = variant.get("threads") or torch.get_num_threads()
         stage3 = self.config["zero_optimization"]["stage"] == 3
         context = deepspeed.zero.Init(config_dict_or_path=self.config) if stage3 else contextlib.nullcontext()
         with context:
@@ -73,6 +74,9 @@ class Engine:
         return offload.get_param_coordinator() if offload else None
 
     def step(self, mark=lambda phase, micro: None, settle=None):
+        import torch
+
+        torch.set_num_threads(self.threads)  # engines of one group may differ in it
         for micro, batch in enumerate(self.batches):
             mark("forward", micro)
             loss = self.engine(*batch)

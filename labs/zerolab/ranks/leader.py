@@ -7,6 +7,7 @@ everything. It never touches a GPU itself: a CUDA context would not survive the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import multiprocessing
 import os
@@ -31,6 +32,9 @@ PRELOAD = (
     "deepspeed.runtime.zero.partitioned_param_coordinator",
 )
 
+# What the others say when one rank is gone.
+ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL error", "ncclRemoteError")
+
 
 def prepare() -> dict:
     """Import everything, load DeepSpeed's CPU extension, and say what this machine runs: versions, device names."""
@@ -49,8 +53,47 @@ def prepare() -> dict:
     else:
         from deepspeed.comm.torch import build_shm_op
 
+        forget_dead_build("deepspeed_shm_comm")
         build_shm_op()  # compiled once, loaded here, inherited by every fork
     return {"torch": torch.__version__, "deepspeed": deepspeed.__version__, "devices": devices}
+
+
+def wants_cpu_adam(job: dict) -> str | None:
+    """The first variant of a job whose optimizer lives on the host, None when none does."""
+    variants = job.get("variants") or job.get("arguments", {}).get("variants") or {}
+    for name, variant in variants.items():
+        if (variant.get("zero", {}).get("offload_optimizer") or {}).get("device", "none") != "none":
+            return name
+    return None
+
+
+def load_cpu_adam() -> None:
+    """Compile (once on a machine) and load DeepSpeed's CPU Adam, so that no rank does; every fork inherits it.
+
+    Needs a C++ compiler; touches no GPU. Raises what the compiler's caller raises.
+    """
+    import cpuinfo
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # the processor stays; each look starts three programs
+    forget_dead_build("cpu_adam")
+    CPUAdamBuilder().load(verbose=False)
+    cpuinfo.get_cpu_info()
+
+
+def forget_dead_build(name: str) -> None:
+    """torch waits for ever for the lock of a build that was killed: remove it when no process has it open."""
+    import psutil
+    from torch.utils.cpp_extension import _get_build_directory
+
+    lock = Path(_get_build_directory(name, verbose=False)) / "lock"
+    if not lock.exists():
+        return
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(file.path == str(lock) for file in process.open_files()):
+                return
+    lock.unlink(missing_ok=True)
 
 
 def tail(log: Path, size=6000) -> str:
@@ -59,6 +102,18 @@ def tail(log: Path, size=6000) -> str:
         noise = ("built successfully", "USDT:", "CPUAllocator.cpp", "[W", "UserWarning", "warnings.warn")
         return "\n".join(line for line in text.splitlines() if not any(n in line for n in noise))[-4000:]
     return ""
+
+
+def stacks(log: Path, frames=6) -> str:
+    """The innermost frames of each rank's main thread, from what faulthandler wrote when the group hung."""
+    kept, left = [], 0
+    for line in log.read_text(errors="replace").splitlines():
+        if line.startswith("Current thread"):
+            left = frames + 1
+        if left:
+            kept.append(line)
+            left -= 1
+    return "\n".join(kept) or tail(log)
 
 
 class Group:
@@ -99,8 +154,7 @@ class Group:
                         break
                     heard = time.monotonic()
                     if message["event"] == "error":
-                        time.sleep(0.2)  # let the others' words reach the log
-                        yield {**message, "log": tail(self.log)}
+                        yield self.blame(message, open_pipes, done)
                         return
                     if message["event"] == "done":
                         done.add(message["rank"])
@@ -117,8 +171,27 @@ class Group:
                 for process in self.ranks:
                     os.kill(process.pid, signal.SIGUSR1)  # every rank writes where it stands
                 time.sleep(0.5)
-                yield {"event": "hung", "seconds": self.limit, "log": tail(self.log)}
+                yield {"event": "hung", "seconds": self.limit, "log": stacks(self.log)}
                 return
+
+    def blame(self, first: dict, open_pipes: dict, done: set) -> dict:
+        """The message that names the cause: when one rank goes, the others lose their connections to it and say so too."""
+        time.sleep(0.5)  # let the others' words arrive
+        errors, spoke = [first], {first["rank"], *done}
+        for rank, pipe in open_pipes.items():
+            with contextlib.suppress(EOFError, OSError):
+                while pipe.poll():
+                    message = pipe.recv()
+                    spoke.add(rank)
+                    if message["event"] == "error":
+                        errors.append(message)
+        causes = [e for e in errors if not any(words in e["message"] for words in ECHOES)]
+        if causes:
+            return {**causes[0], "log": tail(self.log)}
+        for rank, process in enumerate(self.ranks):
+            if rank not in spoke and not process.is_alive():
+                return {"event": "died", "rank": rank, "exitcode": process.exitcode, "log": tail(self.log)}
+        return {**first, "log": tail(self.log)}
 
     def end(self):
         for process in self.ranks:
@@ -150,6 +223,15 @@ def main(handle: int) -> None:
         request = kernel.recv()
         if request == "stop":
             continue
+        if variant := wants_cpu_adam(request["job"]):
+            kernel.send({"event": "at", "variant": variant, "doing": "loading DeepSpeed's CPU Adam (the first time compiles it)"})
+            try:
+                load_cpu_adam()
+            except Exception as error:
+                text = f"DeepSpeed's CPU Adam cannot be compiled (a C++ compiler is needed): {type(error).__name__}: {error}"
+                kernel.send({"event": "error", "kind": "failed", "message": text.splitlines()[0], "log": str(error)[-4000:]})
+                kernel.send({"event": "over"})
+                continue
         group = Group(request["world"], request["job"])
         try:
             kernel.send({"event": "forked", "pids": [p.pid for p in group.ranks]})

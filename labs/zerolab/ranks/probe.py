@@ -248,3 +248,66 @@ def _merge(spans, zero, gap=20_000, limit=1500):
     if len(merged) > limit:
         return _merge(spans, zero, gap * 2, limit)
     return [[round((s - zero) / 1e9, 6), round((e - zero) / 1e9, 6)] for s, e in merged]
+
+
+class OptimizerTraffic:
+    """Bytes that an offloaded optimizer moves between device and host in one step, by direction and phase.
+
+    to_host: 16-bit gradients into the host's buffer in every micro-step, 32-bit ones at the last. to_device: those 16-bit
+    gradients back (to add to them, or to take their norm), and the updated 16-bit weights. On a CPU tier nothing moves, but
+    DeepSpeed's requests are the same, so the counts are exact.
+    Source: deepspeed/runtime/zero/stage3.py, partition_grads, _offload_grad_partition_at_boundary,
+    _reassign_or_swap_out_partitioned_parameters.
+    """
+
+    def __init__(self, engine):
+        optimizer = engine.optimizer
+        self.offloaded = bool(getattr(optimizer, "offload_optimizer", False))
+        self.phase = "forward"
+        self.begin()
+        if self.offloaded:
+            masters = optimizer.fp32_partitioned_groups_flat
+            hosted = [m for i, m in enumerate(masters) if optimizer.subgroup_to_device[i] == "cpu"]
+            self.gradients = {self.place(optimizer.grad_partitions_flat_buffer)}
+            self.master_gradients = {self.place(m.grad) for m in hosted if m.grad is not None}
+            self.masters = {self.place(m.data) for m in hosted}
+
+    @staticmethod
+    def place(tensor) -> int:
+        return tensor.untyped_storage().data_ptr()
+
+    def begin(self):
+        self.bytes = {way: {"forward": 0, "backward": 0, "step": 0} for way in ("to_host", "to_device")}
+
+    @contextlib.contextmanager
+    def attached(self):
+        if not self.offloaded:
+            yield self
+            return
+        import torch
+        from deepspeed.accelerator import get_accelerator
+
+        accelerator, counter = get_accelerator(), self
+        copy_, to, on_accelerator = torch.Tensor.copy_, torch.Tensor.to, accelerator.on_accelerator
+
+        def counting_copy(target, source, *args, **kwargs):
+            if counter.place(target) in counter.gradients | counter.master_gradients:
+                counter.bytes["to_host"][counter.phase] += size(target)
+            elif counter.place(source) in counter.masters:
+                counter.bytes["to_device"][counter.phase] += size(target)
+            return copy_(target, source, *args, **kwargs)
+
+        def counting_to(tensor, *args, **kwargs):
+            if args and not isinstance(args[0], torch.dtype) and counter.place(tensor) in counter.gradients:
+                counter.bytes["to_device"][counter.phase] += size(tensor)
+            return to(tensor, *args, **kwargs)
+
+        def as_on_a_card(tensor):  # a host buffer is not on the accelerator; a CPU accelerator says that it is
+            return counter.place(tensor) not in counter.gradients and on_accelerator(tensor)
+
+        torch.Tensor.copy_, torch.Tensor.to, accelerator.on_accelerator = counting_copy, counting_to, as_on_a_card
+        try:
+            yield self
+        finally:
+            torch.Tensor.copy_, torch.Tensor.to = copy_, to
+            del accelerator.on_accelerator

@@ -6,6 +6,7 @@ WORLD_SIZE, MASTER_ADDR and MASTER_PORT: `deepspeed --hostfile hosts --module ze
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -184,6 +185,7 @@ def watch_one(variant: dict, rank: int, world: int, device: str, job: dict, engi
     wire = Wire(backend(), world, variant.get("wire"))
     residency = probe.Residency(engine) if engine.coordinator else None
     copies = probe.HostCopies(engine) if residency else None
+    traffic = probe.OptimizerTraffic(engine) if residency else None
     marks: list = []
 
     def mark(phase, micro):
@@ -191,7 +193,7 @@ def watch_one(variant: dict, rank: int, world: int, device: str, job: dict, engi
         marks.append([phase, micro, time.perf_counter() - wire.zero])
         if residency:
             residency.mark(phase, micro)
-            copies.phase = phase
+            copies.phase = traffic.phase = phase
 
     result: dict = {"collectives": [], "world": world, "pinned": pinned}
     wire.attach()
@@ -204,7 +206,8 @@ def watch_one(variant: dict, rank: int, world: int, device: str, job: dict, engi
             if residency:
                 residency.begin()
                 copies.bytes = dict.fromkeys(copies.bytes, 0)
-                with residency.attached(), copies.attached():
+                traffic.begin()
+                with residency.attached(), copies.attached(), traffic.attached():
                     engine.step(mark, wire.settle)
                     residency.sample()
             else:
@@ -215,6 +218,7 @@ def watch_one(variant: dict, rank: int, world: int, device: str, job: dict, engi
                 if residency:
                     result["resident"] = residency.summary()
                     result["host_copies"] = dict(copies.bytes)
+                    result["optimizer_traffic"] = traffic.bytes
     finally:
         wire.detach()
     result["loss"] = float(engine.loss)
@@ -229,14 +233,61 @@ def watch_one(variant: dict, rank: int, world: int, device: str, job: dict, engi
         result["model"].update(persistent_tensors=len(persistent), persistent_elements=sum(persistent))
         result["holdings"] = probe.holdings(engine)
         result["sub_groups"] = len(engine.optimizer.fp16_groups)
+        result["tiles"] = [t.numel() for t in engine.optimizer.fp32_partitioned_groups_flat]
     if "alive" in parts:
         result["alive"] = probe.alive(kind)
+        result["alive_after_backward"] = alive_after_backward(engine, kind)
+    if "ops" in parts:
+        result["ops"] = ops_by_phase(engine, kind)
     if "memory" in parts:
         result["memory"] = memory_by_phase(engine, kind)
     if "timeline" in parts:
         result["timeline"] = one_timeline(engine, wire, kind)
     engine.destroy()
     return result
+
+
+def alive_after_backward(engine, kind: str) -> dict:
+    """{dtype: bytes} of every live tensor after a step's first backward: what accumulation holds until the next micro-step."""
+    from zerolab.ranks import probe
+
+    seen: list = []
+
+    def border(phase, micro):
+        if phase == "step" and not seen:
+            seen.append(probe.alive(kind))
+
+    engine.step(border)
+    return seen[0]
+
+
+def ops_by_phase(engine, kind: str) -> dict:
+    """{phase: {operator: calls}} of one step: the ATen operators that torch.profiler sees, without "aten::"."""
+    from zerolab.ranks import probe
+
+    counts: dict = {"forward": {}, "backward": {}, "step": {}}
+    with contextlib.ExitStack() as stack:
+        inside: list = []
+
+        def close():
+            if inside:
+                phase, result, session = inside.pop()
+                session.close()
+                for event in result["events"]:
+                    if event.name().startswith("aten::"):
+                        name = event.name().removeprefix("aten::")
+                        counts[phase][name] = counts[phase].get(name, 0) + 1
+
+        def border(phase, micro):
+            close()
+            result: dict = {}
+            session = stack.enter_context(contextlib.ExitStack())
+            session.enter_context(probe.profiled(kind, result, memory=False))
+            inside.append((phase, result, session))
+
+        engine.step(border)
+        close()
+    return counts
 
 
 def memory_by_phase(engine, kind: str) -> dict:
