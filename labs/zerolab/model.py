@@ -77,8 +77,10 @@ def _decoder():
             self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, outputs, bias=False)})
 
         def forward(self, x):
-            low = self.lora_A["default"](self.lora_dropout["default"](x))
-            return self.base_layer(x) + 2.0 * self.lora_B["default"](low)
+            y, a, b = self.base_layer(x), self.lora_A["default"], self.lora_B["default"]
+            # peft casts the input and so reads A's weight from outside A: DeepSpeed gathers it here, as an external parameter.
+            x = x.to(a.weight.dtype)
+            return y + 2.0 * b(a(self.lora_dropout["default"](x)))
 
     class RMSNorm(nn.Module):
         def __init__(self, width):
@@ -148,7 +150,8 @@ def _decoder():
             return self.body(x, rotary)
 
         def body(self, x, rotary):
-            x = x + self.self_attn(self.input_layernorm(x), rotary)
+            # By keyword, as transformers does: DeepSpeed's hook on inputs sees positional ones only.
+            x = x + self.self_attn(x=self.input_layernorm(x), rotary=rotary)
             return x + self.mlp(self.post_attention_layernorm(x))
 
     class Model(nn.Module):
@@ -161,12 +164,11 @@ def _decoder():
             self.norm = RMSNorm(hidden)
             self.rotary_emb = RotaryEmbedding(hidden // heads)
             self.call = checkpointing if checkpointing and checkpointing.endswith("-call") else None
-            self.open_input = frozen and checkpointing  # transformers' enable_input_require_grads()
+            if frozen and checkpointing:  # transformers' enable_input_require_grads()
+                self.embed_tokens.register_forward_hook(lambda module, inputs, output: output.requires_grad_(True))
 
         def forward(self, ids):
             x = self.embed_tokens(ids)
-            if self.open_input:
-                x.requires_grad_(True)
             rotary = self.rotary_emb(x)
             for layer in self.layers:
                 if self.call:
