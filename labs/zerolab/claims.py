@@ -30,7 +30,7 @@ VERDICTS = (
 @cache
 def load() -> tuple[dict, ...]:
     """All entries in the note's order. Raises ValueError for an unknown verdict or an entry without evidence."""
-    entries = yaml.safe_load(FILE.read_text())
+    entries = sorted(yaml.safe_load(FILE.read_text()), key=lambda entry: float(str(entry["n"]).rstrip("b") + (".5" if "b" in str(entry["n"]) else "")))
     for entry in entries:
         if entry["verdict"] not in VERDICTS:
             raise ValueError(f"claim {entry['n']}: verdict {entry['verdict']!r} is none of {VERDICTS}")

@@ -20,7 +20,7 @@ from zerolab.report import Report, results_folder
 from zerolab.tunnel import shrink
 
 # What a variant may say beside keys of `zero_optimization`.
-OWN_KEYS = ("model", "micro_batch", "seq", "accumulation", "wire", "ds_config", "zero_optimization")
+OWN_KEYS = ("model", "micro_batch", "seq", "accumulation", "wire", "threads", "ds_config", "zero_optimization")
 
 
 class ZerolabError(RuntimeError):
@@ -36,10 +36,11 @@ class Experiment:
     `tunnel`). base: zero_optimization keys that all variants share. world: ranks (default
     ZEROLAB_WORLD or 4). micro_batch, seq: input per rank and micro-step; accumulation: micro-steps in an optimizer step.
     warmup: steps before anything counts (3: a trace must be complete). rounds × steps: timed blocks per variant, in
-    rotating order; rounds=0 counts only. watch: parts of the watch pass ("memory", "timeline", "alive"). fresh: a group of its own
+    rotating order; rounds=0 counts only. watch: parts of the watch pass ("memory", "timeline", "alive", "ops"). fresh: a group of its own
     for each watched variant, since engines leave memory behind. wire: an emulated link,
     {"latency": s, "bandwidth": bytes/s}. limit: seconds of silence after which a group counts as hung. cap: GiB per rank, beyond
-    which allocations fail. isolate: a fresh group for each variant also when timing. gpu: fields to replace on the GPU tier.
+    which allocations fail. isolate: a fresh group for each variant also when timing. function, arguments: what the ranks call in
+    place of clock and watch, see `run_with`. gpu: fields to replace on the GPU tier.
     """
 
     name: str
@@ -59,6 +60,8 @@ class Experiment:
     limit: float = 120
     cap: float | None = None
     isolate: bool = False
+    function: str | None = None
+    arguments: dict = field(default_factory=dict)
     gpu: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -82,6 +85,7 @@ class Experiment:
             "seq": own.get("seq", self.seq),
             "accumulation": own.get("accumulation", self.accumulation),
             "wire": own.get("wire", self.wire),
+            "threads": own.get("threads") or machine.threads(self.world),
             "ds_config": own.get("ds_config", {}),
             "zero": shrink({**self.base, **own.get("zero_optimization", {}), **zero}, model.get("scale", 1)),
         }
@@ -92,6 +96,8 @@ class Experiment:
         save: True writes results/local/NAME.json, a path writes there, False nowhere. Written after every group, so that what
         was measured survives a fault or Ctrl-C. Raises ZerolabError when nothing can run.
         """
+        if self.function:
+            return self.run_with(self.function, save=bool(save), **self.arguments)
         path = results_folder() / f"{self.name}.json" if save is True else save
         report = Report(self.name, self.to_json(), machine.provenance(self.world), self._blank(), complete=False)
         if path:
@@ -107,6 +113,22 @@ class Experiment:
         report.complete = True
         if path:
             report.save(path)
+        return report
+
+    def run_with(self, function: str, save: bool = True, **arguments) -> Report:
+        """Run a function of the lab's own on every rank in place of clock and watch: its data as a report, saved like any other.
+
+        function: "module:name", called as name(rank, world, device, variants={label: spec}, **arguments); what rank 0 returns,
+        {label: data}, becomes the variants' data (see `report.Variant`). With `isolate` each variant gets a fresh group of ranks.
+        Raises RanksError when a rank fails.
+        """
+        report = Report(self.name, self.to_json(), machine.provenance(self.world), self._blank())
+        for labels in [[v] for v in self.variants] if self.isolate else [list(self.variants)]:
+            job = {"call": function, "arguments": {**arguments, "variants": {v: self.spec(v) for v in labels}}, "limit": self.limit}
+            for label, data in call(job, self.world)[0].items():
+                report[label].data.update(data, status="ok")
+        if save:
+            report.save(results_folder() / f"{self.name}.json")
         return report
 
     def predict(self) -> dict:

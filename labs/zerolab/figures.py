@@ -143,6 +143,7 @@ def timeline(report: Report, names=None, phase: str | None = None, title: str | 
     lanes = {"compute": COMPUTE, "link": LINK, "copy": COPY}
     figure, axis = _axes(len(names), height=0.85, least=1.6)
     ticks, labels = [], []
+    longest = max((report[name].data["timeline"]["end"] for name in names), default=0)
     for row, name in enumerate(names):
         data = report[name].data["timeline"]
         marks = [m for m in data["marks"] if m[0] != "end"] + [["end", 0, data["end"]]]
@@ -154,7 +155,7 @@ def timeline(report: Report, names=None, phase: str | None = None, title: str | 
             labels.append(f"{name}: {lane}" if i == 0 else lane)
         for (what, micro, at), following in zip(marks, marks[1:]):
             axis.plot([at, at], [row - 0.42, row + 0.42], color="#888888", lw=0.7)
-            if following[2] - at > 0.06 * data["end"]:
+            if following[2] - at > 0.09 * longest:
                 axis.annotate(what, (at, row - 0.44), fontsize=7, color="#666666", va="bottom", xytext=(2, 0), textcoords="offset points")
     axis.set_yticks(ticks, labels, fontsize=8)
     axis.invert_yaxis()
@@ -342,6 +343,151 @@ def host_copies(report: Report, names=None, title: str | None = None):
     axis.margins(x=0.1)
     axis.set_xlabel("copied from the host in a micro-step ÷ the rank's shard (exact)")
     axis.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
+    if title:
+        axis.set_title(title)
+    return note(figure, report)
+
+
+def alive(report: Report, expected: dict | None = None, names=None, title: str | None = None):
+    """Bytes of live tensors on a rank for each element of the model: 32-bit, 16-bit, and what the first backward adds.
+
+    expected: {variant: bytes per element after that backward}, drawn as a tick. Needs watch "alive".
+    """
+    names = [n for n in (names or report.variants) if report[n].data.get("alive")]
+    figure, axis = _axes(len(names), height=0.42)
+    for row, n in enumerate(names):
+        v, left = report[n], 0.0
+        elements = v.model["elements"]
+        full, rest, then = (v.alive(dtypes="float32") / elements, v.alive() / elements, v.alive(True) / elements)
+        parts = (("32-bit, between steps", full, COLOURS[0]), ("16-bit, between steps", rest - full, COLOURS[5]), ("more after a backward", then - rest, COLOURS[1]))
+        for label, width, colour in parts:
+            axis.barh(row, width, left=left, color=colour, height=0.62, label=label if row == 0 else None)
+            left += max(0.0, width)
+        axis.annotate(f"{max(rest, then):.1f}", (left, row), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
+        if expected and n in expected:
+            axis.plot([expected[n]] * 2, [row - 0.42, row + 0.42], color="black", lw=1.4, label="the paper" if row == 0 else None)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.margins(x=0.08)
+    axis.set_xlabel("bytes on a rank for each element of the model")
+    axis.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
+    if title:
+        axis.set_title(title)
+    return note(figure, report)
+
+
+def received(reports: dict[str, Report], names=None, title: str | None = None):
+    """Bytes that a rank receives in one optimizer step (ring algorithms), in units of the 16-bit model; a bar for each report.
+
+    reports: {label: Report}; a variant that only some of them have gets fewer bars.
+    """
+    names = names or list(dict.fromkeys(n for report in reports.values() for n in report.variants))
+    figure, axis = _axes(len(names), height=0.28 + 0.16 * len(reports))
+    thick = 0.78 / len(reports)
+    for i, (colour, (label, report)) in enumerate(zip(COLOURS, reports.items())):
+        have = [(row, report[n]) for row, n in enumerate(names) if n in report.variants and report[n].data.get("collectives")]
+        rows = [row + (i - (len(reports) - 1) / 2) * thick for row, _ in have]
+        widths = [v.wire_bytes / (2 * v.model["elements"]) for _, v in have]
+        axis.barh(rows, widths, height=thick * 0.92, color=colour, label=label)
+        for row, width in zip(rows, widths):
+            axis.annotate(f"{width:.2f}", (width, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.margins(x=0.1)
+    axis.set_xlabel("received by a rank in one optimizer step ÷ the model in 16 bit (exact)")
+    axis.legend(ncols=len(reports), loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
+    if title:
+        axis.set_title(title)
+    return note(figure, list(reports.values()))
+
+
+def card_and_host(report: Report, names=None, scale: int = 1, title: str | None = None):
+    """Bytes that a rank keeps between steps, by purpose: what is on its card to the left of zero, what is on the host to the right.
+
+    scale multiplies the axis (1024 in the wind tunnel). On a CPU tier both are the same memory: the config decides the side.
+    """
+    names = [n for n in (names or report.variants) if report[n].holdings]
+    figure, axis = _axes(len(names), height=0.46)
+    unit, word = (2**30, "GiB") if scale > 1 else (2**20, "MiB")
+    ends = {name: [0.0, 0.0] for name in names}
+    for colour, (part, label) in zip(COLOURS, HOLDING_LABELS.items()):
+        if not any(report[n].holdings[part]["bytes"] for n in names):
+            continue
+        for row, name in enumerate(names):
+            v, side = report[name], int(on_host(report, report[name], part))
+            width = v.holdings[part]["bytes"] * scale / unit * (1 if side else -1)
+            axis.barh(row, width, left=ends[name][side], color=colour, height=0.62, label=label if row == 0 else None)
+            ends[name][side] += width
+    for row, name in enumerate(names):
+        for side in (0, 1):
+            if ends[name][side]:
+                at = dict(xytext=(5, 0) if side else (-5, 0), ha="left" if side else "right", textcoords="offset points")
+                axis.annotate(f"{abs(ends[name][side]):.3g}", (ends[name][side], row), va="center", fontsize=8, **at)
+    axis.axvline(0, color="black", lw=1)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.margins(x=0.14)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
+    axis.set_xlabel(f"{word} per rank between steps:   ← on the card   |   on the host →")
+    axis.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1, 1))
+    if title:
+        axis.set_title(title)
+    return note(figure, report)
+
+
+def on_host(report: Report, variant, part: str) -> bool:
+    """True if a part of the holdings is host memory: seen on a GPU tier, by the variant's config on a CPU tier."""
+    if report.provenance["tier"] == "gpu":
+        return variant.holdings[part]["device"].startswith("cpu")
+    offloaded = {key: (variant.zero.get(key) or {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param")}
+    return offloaded["offload_optimizer" if part in ("gradients", "master", "master_gradients", "optimizer") else "offload_param"] and part not in (
+        "persistent",
+        "gradient_buffer",
+    )
+
+
+def optimizer_traffic(report: Report, names=None, title: str | None = None):
+    """Bytes that an offloaded optimizer moves in an optimizer step for each trainable element of the rank's shard, both ways."""
+    names = [n for n in (names or report.variants) if report[n].optimizer_traffic]
+    figure, axis = _axes(len(names), height=0.44)
+    for i, (way, label) in enumerate((("to_host", "card → host"), ("to_device", "host → card"))):
+        rows = [row + (i - 0.5) * 0.38 for row in range(len(names))]
+        widths = [sum(report[n].optimizer_traffic[way].values()) / (report[n].holdings["gradients"]["bytes"] / 2) for n in names]
+        axis.barh(rows, widths, height=0.35, color=(LINK, COMPUTE)[i], label=label)
+        for row, width in zip(rows, widths):
+            axis.annotate(f"{width:g}", (width, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.margins(x=0.08)
+    axis.set_xlabel("bytes per optimizer step ÷ trainable elements of the shard (exact)")
+    axis.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
+    if title:
+        axis.set_title(title)
+    return note(figure, report)
+
+
+def peaks(report: Report, phase: str = "step", names=None, beside: str | None = None, title: str | None = None):
+    """Most memory that a phase of a step needs beyond what was there before it, MiB on a rank (watch "memory").
+
+    beside: a part of `holdings` ("gradient_buffer") to set beside it: kept all the time, for the sake of this phase.
+    """
+    names = [n for n in (names or report.variants) if report[n].memory]
+    figure, axis = _axes(len(names), height=0.36)
+    left = [0.0] * len(names)
+    series = [(f"{HOLDING_LABELS[beside]}, all the time", COLOURS[3], [report[n].holdings[beside]["bytes"] for n in names])] if beside else []
+    series.append((f"more during {phase}", PHASE[phase], [report[n].memory[phase] for n in names]))
+    for label, colour, sizes in series:
+        widths = [s / 2**20 for s in sizes]
+        axis.barh(range(len(names)), widths, left=left, color=colour, label=label, height=0.62)
+        left = [a + b for a, b in zip(left, widths)]
+    for row, total in enumerate(left):
+        axis.annotate(f"{total:.3g}", (total, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.margins(x=0.1)
+    axis.set_xlabel(f"MiB on a rank in {phase}" + ("" if beside else ", above its start"))
+    if beside:
+        axis.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
     if title:
         axis.set_title(title)
     return note(figure, report)

@@ -139,6 +139,28 @@ class Variant:
         return self.data.get("memory", {})
 
     @property
+    def tiles(self) -> list[int]:
+        """Elements of each optimizer sub-group on this rank: what step() works on at one time."""
+        return self.data.get("tiles", [])
+
+    def alive(self, after_backward: bool = False, dtypes: str = "") -> int:
+        """Bytes of floating-point tensors alive on a rank: between steps, or after the first backward of a step (watch "alive").
+
+        dtypes: only those whose name begins so ("bfloat16", "float32"). Other tensors (tokens, flags) are left out.
+        """
+        found = self.data["alive_after_backward" if after_backward else "alive"]
+        return sum(n for dtype, n in found.items() if "float" in dtype and dtype.startswith(dtypes))
+
+    def ops(self, name: str, phase: str = "backward") -> int:
+        """Calls of an ATen operator ("copy_") in a phase of one step (watch "ops")."""
+        return self.data["ops"][phase].get(name, 0)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one rank receives in the steady step with ring algorithms, tensors of a single element left out."""
+        return trace.wire_bytes([c for c in self.collectives() if c.elements > 1], self.data["world"])
+
+    @property
     def host_copies(self) -> dict:
         """Bytes of parameter shards that gathers asked to be on the device, by phase: host-to-device traffic under offload_param."""
         return self.data.get("host_copies", {})
@@ -148,6 +170,11 @@ class Variant:
         """Those bytes in a micro-step, over the bytes of this rank's whole shard."""
         shard = self.holdings["parameters"]["bytes"]
         return sum(self.host_copies.values()) / shard / self.data["variant"]["accumulation"]
+
+    @property
+    def optimizer_traffic(self) -> dict:
+        """{"to_host": {phase: bytes}, "to_device": {phase: bytes}} of a step: what an offloaded optimizer moves on one rank."""
+        return self.data.get("optimizer_traffic", {})
 
     @property
     def pinned(self) -> dict:

@@ -1,4 +1,4 @@
-"""`zerolab setup`: is this machine fit, and if not, what to do. Compiles DeepSpeed's CPU extension once, then runs four ranks."""
+"""`zerolab setup`: is this machine fit, and if not, what to do. Compiles DeepSpeed's two extensions once, then runs four ranks."""
 
 from __future__ import annotations
 
@@ -39,11 +39,26 @@ def checks() -> list[tuple[str, bool, str]]:
         there = importlib.util.find_spec(package) is not None
         version = machine.versions().get(package, "")
         found.append((package, there, version if there else "not installed: run `make book` or `pip install -r requirements.txt`"))
-    if machine.tier(machine.world_size()) == "cpu":
-        compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
-        advice = "none on PATH: `apt-get install g++` (Debian, Ubuntu), `dnf install gcc-c++` (Fedora), `xcode-select --install` (macOS)"
-        found.append(("C++ compiler", bool(compiler), compiler or advice))
+    compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    advice = "none on PATH: `apt-get install g++` (Debian, Ubuntu), `dnf install gcc-c++` (Fedora), `xcode-select --install` (macOS)"
+    found.append(("C++ compiler", bool(compiler), compiler or advice))
     return found
+
+
+def compile_cpu_adam() -> bool:
+    """Let the leader compile and load the optimizer of offloaded runs, with a bar; says how it went."""
+    begin = time.perf_counter()
+    bar = Progress(1, "compiling DeepSpeed's CPU Adam (about a minute, the first time only)")
+    offloaded = Experiment("setup", {"offloaded": {"offload_optimizer": {"device": "cpu"}}}, rounds=0)
+    try:
+        seconds = offloaded.run_with("zerolab.ranks.offload:adam", save=False, elements=1000, rounds=1)["offloaded"].seconds()
+    except RanksError as error:
+        print(f"  NO  DeepSpeed's CPU Adam: {error}\n{error.log}")
+        return False
+    finally:
+        bar.close()
+    print(f"  ok  DeepSpeed's CPU Adam loaded in {time.perf_counter() - begin:.1f} s")
+    return seconds > 0
 
 
 def main() -> int:
@@ -65,6 +80,8 @@ def main() -> int:
     finally:
         bar.close()
     print(f"  ok  torch {facts['torch']} and DeepSpeed {facts['deepspeed']} loaded in {time.perf_counter() - begin:.1f} s")
+    if not compile_cpu_adam():
+        return 1
     begin = time.perf_counter()
     report = Experiment("setup", {"smoke": {}}, rounds=0, watch=(), model={"size": "tiny", "layers": 1}).run(save=False)
     smoke = report["smoke"]

@@ -1,6 +1,6 @@
 """What a ZeRO-3 config will do, worked out without running it.
 
-`capture` (torch, in `zerolab.predict.capture`) writes down how a model runs; `schedule` says which collectives follow.
+`capture` (needs torch, in `zerolab.predict.capture`) writes down how a model runs; `schedule` says which collectives follow.
 """
 
 from .coordinator import Unpredictable

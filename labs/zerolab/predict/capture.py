@@ -23,6 +23,7 @@ from . import moduletrace as mt
 from .coordinator import Unpredictable
 
 NUMBER = "_zerolab_number"  # a parameter's place in zero.Init's numbering
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def capture(model: nn.Module, batch, loss: Callable | None = None, linear: bool = True) -> mt.ModuleTrace:
@@ -76,7 +77,7 @@ def numbered():
             finally:
                 if outermost:
                     building.discard(id(module))
-            if outermost:
+            if outermost and not _paused:
                 for parameter in module.parameters(recurse=False):
                     if not hasattr(parameter, NUMBER):
                         setattr(parameter, NUMBER, next(count))
@@ -100,6 +101,20 @@ def numbered():
         del nn.Module.__init_subclass__
         for cls, init in wrapped.items():
             cls.__init__ = init
+
+
+_paused = 0
+
+
+@contextmanager
+def outside():
+    """Inside `numbered()`: what is built here is built after zero.Init, as peft's adapters are; it keeps its own type."""
+    global _paused
+    _paused += 1
+    try:
+        yield
+    finally:
+        _paused -= 1
 
 
 @contextmanager
@@ -141,6 +156,8 @@ class _Recorder:
         for name, module in model.named_modules():
             self.module_id[module] = len(self.modules)
             own = list(module.parameters(recurse=False))
+            if getattr(module, "_z3_leaf", False):
+                self.refused[f"{name} is marked as a leaf module, fetched whole by whichever autograd thread comes first"] = None
             cls = f"{type(module).__module__}.{type(module).__qualname__}"
             self.modules.append(mt.Module(name, cls, [self.parameter_id[p] for p in own]))
             self.owned.append(frozenset(own))
@@ -157,7 +174,11 @@ class _Recorder:
             self.events.append([mt.ACCESS, self.module_id[self.stack[-1]], self.parameter_id[parameter]])
 
     def result(self, linear: bool) -> mt.ModuleTrace:
-        parameters = [mt.Parameter(self.names[p], p.numel(), p.requires_grad) for p in self.parameter_id]
+        born = {p: hasattr(p, NUMBER) for p in self.parameter_id}
+        parameters = [
+            mt.Parameter(self.names[p], p.numel(), p.requires_grad, None if inside or not any(born.values()) else DTYPES[p.dtype])
+            for p, inside in born.items()
+        ]
         order = [self.parameter_id[p] for p in self.names]
         return mt.ModuleTrace(parameters, order, self.modules, self.forward, self.backward, linear, list(self.refused))
 
@@ -204,7 +225,8 @@ class _Counters:
         self.recorder.stack.pop()
         for item in _shallow_tensors(output):
             if isinstance(item, nn.Parameter):
-                self.recorder.refused["a module returns one of its parameters: " + (self.recorder.modules[self.recorder.module_id[module]].name)] = None
+                name = self.recorder.modules[self.recorder.module_id[module]].name
+                self.recorder.refused[f"a module returns one of its parameters: {name}"] = None
         self.recorder.module(mt.POST_FORWARD, module)
 
     def wrap_outputs(self, module, inputs, output):

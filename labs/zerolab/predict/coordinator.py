@@ -35,7 +35,9 @@ class Coordinator:
     persist: parameters with `ds_persist`. prefetch, max_live, max_reuse: elements.
     """
 
-    def __init__(self, trace: ModuleTrace, persist: Iterable[int], prefetch: int, max_live: int, max_reuse: int, gather: Callable):
+    def __init__(
+        self, trace: ModuleTrace, persist: Iterable[int], prefetch: int, max_live: int, max_reuse: int, gather: Callable
+    ):
         self.numel = [p.elements for p in trace.parameters]
         self.trainable = [p.trainable for p in trace.parameters]
         self.own = [sorted(set(m.parameters)) for m in trace.modules]
@@ -174,7 +176,9 @@ class Coordinator:
     def access(self, module: int, param: int) -> None:
         """A parameter read outside its module: gathered alone if it is away, and from then on a parameter of the reader too."""
         if self.status[param] == INFLIGHT:
-            raise Unpredictable(f"parameter {param} is read outside its module while its gather is under way: its values are undefined")
+            raise Unpredictable(
+                f"parameter {param} is read outside its module while its gather is under way: its values are undefined"
+            )
         if self.status[param] == PARTITIONED:
             if param not in self.external[module] and param not in self.own[module]:
                 self.external[module].append(param)

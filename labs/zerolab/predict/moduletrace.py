@@ -22,11 +22,16 @@ ACCESS = "X"  # module, parameter: code inside the module reads a parameter that
 
 
 class Parameter(NamedTuple):
-    """name: of its first owner. elements: of the whole tensor. trainable: has a gradient and an optimizer state."""
+    """name: of its first owner. elements: of the whole tensor. trainable: has a gradient and an optimizer state.
+
+    dtype: "fp32", "bf16" or "fp16" if it keeps its own; None if it takes the config's. What is born under zero.Init takes the
+    config's; what is added to such a model later (peft's adapters) keeps its own, since DeepSpeed casts no model that zero.Init made.
+    """
 
     name: str
     elements: int
     trainable: bool
+    dtype: str | None = None
 
 
 class Module(NamedTuple):

@@ -6,24 +6,23 @@ and lists every collective that the engine issues, in order. Pure Python, linear
 
 from __future__ import annotations
 
-import ast
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
-from zerolab import knobs
 from zerolab.trace import PHASES, Collective
 
 from . import moduletrace as mt
+from .config import BYTES, check, resolve
 from .coordinator import PARTITIONED, Coordinator, Unpredictable
 from .reduce import Bucket, padded, sub_groups
 
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-# Why a collective was issued.
+# Why a collective was issued. Gathers: on demand, ahead, for code that reads a parameter outside its module, for one product in a
+# linear layer's backward, after the optimizer. Then: gradients, their norm, fp16's overflow flag, ranks comparing lists.
 FETCH, PREFETCH, ACCESS, LINEAR, PERSIST = "fetch", "prefetch", "access", "linear", "persist"
 REDUCE, NORM, OVERFLOW, CHECK = "reduce", "norm", "overflow", "check"
+NOTHING = ""  # a gather that needs no collective
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,9 @@ class Step:
     def kept_to_backward(self) -> int:
         return max(self.kept)
 
-    def select(self, op: str | None = None, phase: str | None = None, why: str | None = None, micro: int | None = None) -> list[Collective]:
+    def select(
+        self, op: str | None = None, phase: str | None = None, why: str | None = None, micro: int | None = None
+    ) -> list[Collective]:
         """The collectives that match; None matches any."""
         return [
             c
@@ -89,7 +90,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a model and a config cause in the first steps; the last one is the steady state if there are three or more.
+    """What a model and a config cause in the first steps. The first records a trace, the last is steady (`settled` says so).
 
     names: of the parameters, for `Step.params`. elements: of the whole model. world, accumulation: as given.
     sub_groups: optimizer sub-groups.
@@ -107,9 +108,16 @@ class Schedule:
         return self.steps[-1]
 
     @property
+    def settled(self) -> bool:
+        """Whether the last two steps are the same, as they are from the second or third on."""
+        return len(self.steps) > 1 and self.steps[-1].collectives == self.steps[-2].collectives
+
+    @property
     def passes(self) -> float:
         """Elements gathered in forward and backward of a steady micro-step, over the model's (padding counts)."""
-        gathered = sum(self.steady.elements(phase=phase, why=why) for phase in PHASES[:2] for why in (FETCH, PREFETCH, ACCESS, LINEAR))
+        gathered = sum(
+            self.steady.elements(phase=phase, why=why) for phase in PHASES[:2] for why in (FETCH, PREFETCH, ACCESS, LINEAR)
+        )
         return gathered / self.accumulation / self.elements
 
     def parameters_of(self, step: int, index: int) -> list[str]:
@@ -126,9 +134,7 @@ class Schedule:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        steps = [
-            {**vars(s), "collectives": [list(c.key) for c in s.collectives]} for s in self.steps
-        ]
+        steps = [{**vars(s), "collectives": [list(c.key) for c in s.collectives]} for s in self.steps]
         return json.dumps({**vars(self), "steps": steps}, separators=(",", ":"))
 
     @classmethod
@@ -145,28 +151,32 @@ def schedule(
     accumulation: int = 1,
     steps: int = 4,
     dtype: str = "bf16",
+    communication: str | None = None,
     param_groups: Iterable[Iterable[str]] | None = None,
     skipped: Iterable[int] = (),
 ) -> Schedule:
     """Every collective of the first `steps` optimizer steps.
 
     config: a `zero_optimization` section; missing keys take the installed DeepSpeed's stage-3 defaults.
-    world: ranks. accumulation: micro-steps in an optimizer step. dtype: "bf16", "fp16" or "fp32" (one type for the whole model).
+    world: ranks. accumulation: micro-steps in an optimizer step. dtype: "bf16", "fp16" or "fp32".
+    communication: ds_config's `communication_data_type` (default: dtype).
     param_groups: names of the trainable parameters in each of the optimizer's groups (default: one group, module order).
     skipped: steps that fp16's loss scaling throws away (an overflow cannot be foreseen; by default there is none).
 
     Raises Unpredictable for what is not followed: the message says what and why.
     """
-    return _Engine(trace, config, world, accumulation, dtype, param_groups, frozenset(skipped)).run(steps)
+    z = resolve(config)
+    check(trace, z, world, (dtype, communication or dtype))
+    return _Engine(trace, z, world, accumulation, dtype, communication or dtype, param_groups, frozenset(skipped)).run(steps)
 
 
 class _Engine:
     """The steps of a DeepSpeedEngine with ZeRO-3, as far as collectives go."""
 
-    def __init__(self, trace, config, world, accumulation, dtype, param_groups, skipped):
-        self.trace, self.world, self.accumulation, self.dtype, self.skipped = trace, world, accumulation, dtype, skipped
-        self.z = z = resolve(config, trace, world, dtype)
-        self.item = BYTES[dtype]
+    def __init__(self, trace, z, world, accumulation, dtype, communication, param_groups, skipped):
+        self.trace, self.z, self.world, self.accumulation, self.skipped = trace, z, world, accumulation, skipped
+        self.dtype, self.communication = dtype, communication
+        self.item = [BYTES[p.dtype or dtype] for p in trace.parameters]
         numel = [p.elements for p in trace.parameters]
         self.persist = persistent(trace, z["stage3_param_persistence_threshold"], z["stage3_model_persistence_threshold"])
         self.persistent_elements = sum(numel[p] for p in self.persist)
@@ -182,6 +192,7 @@ class _Engine:
         self.bucket = Bucket(numel, int(z["reduce_bucket_size"]), self.reduce)
         self.numel, self.sequential = numel, sequential
         groups = optimizer_groups(trace, param_groups)
+        self.trainable_dtype = one_dtype([trace.parameters[p].dtype or dtype for g in groups for p in g], z)
         self.sub_groups = sum(
             len(sub_groups([padded(numel[p], world) // world for p in group], int(z["sub_group_size"]))) for group in groups
         )
@@ -198,24 +209,32 @@ class _Engine:
     # --- what the coordinator and the bucket ask for ---
 
     def gather(self, params: list[int], why: str) -> None:
-        if self.world == 1 and why in (FETCH, PREFETCH):
-            return  # all_gather_coalesced hands over the only shard
+        if why == NOTHING or (self.world == 1 and why in (FETCH, PREFETCH)):
+            return  # the coalesced paths hand over the only shard, the others gather from one rank
         if self.sequential or len(params) == 1:
             for p in params:
-                self.emit("all_gather", padded(self.numel[p], self.world), self.item, why, [p])
+                self.emit("all_gather", padded(self.numel[p], self.world), self.item[p], why, [p])
             return
-        elements = sum(padded(self.numel[p], self.world) for p in params)
+        by_dtype: dict[str, list[int]] = {}
+        for p in params:
+            by_dtype.setdefault(self.trace.parameters[p].dtype or self.dtype, []).append(p)
         op = "all_reduce" if self.z["stage3_use_all_reduce_for_fetch_params"] else "all_gather"
-        self.emit(op, elements, self.item, why, params)
+        if op == "all_reduce" and len(by_dtype) > 1:
+            raise Unpredictable(
+                "DeepSpeed fails: stage3_use_all_reduce_for_fetch_params with parameters of several types in one gather"
+            )
+        for dtype in sorted(by_dtype):
+            group = by_dtype[dtype]
+            self.emit(op, sum(padded(self.numel[p], self.world) for p in group), BYTES[dtype], why, group)
 
     def reduce(self, params: list[int]) -> None:
         if self.z["enable_sanity_checks"]:
             self.compare(len(params))
-        plain = sum(self.numel[p] for p in params)
-        if self.z["contiguous_gradients"] and plain <= self.bucket.size and not self.z["reduce_scatter"]:
-            self.emit("all_reduce", plain, self.item, REDUCE, params)
+        size, elements = BYTES[self.communication], sum(self.numel[p] for p in params)
+        if self.z["contiguous_gradients"] and elements <= self.bucket.size and not self.z["reduce_scatter"]:
+            self.emit("all_reduce", elements, size, REDUCE, params)
         else:
-            self.emit("reduce_scatter", sum(padded(self.numel[p], self.world) for p in params), self.item, REDUCE, sorted(params))
+            self.emit("reduce_scatter", sum(padded(self.numel[p], self.world) for p in params), size, REDUCE, sorted(params))
 
     def compare(self, length: int) -> None:
         """assert_ints_same_as_other_ranks: the length of a list, then the list, both as int64."""
@@ -235,7 +254,9 @@ class _Engine:
         self.micro = self.accumulation - 1
         self.optimizer_step(index in self.skipped)
         out += self.out
-        return Step([c for c, _, _ in out], [w for _, w, _ in out], [p for _, _, p in out], series, kept, self.persistent_elements)
+        return Step(
+            [c for c, _, _ in out], [w for _, w, _ in out], [p for _, _, p in out], series, kept, self.persistent_elements
+        )
 
     def micro_step(self, micro: int) -> tuple[list, list[int], int]:
         """Forward and backward. One that begins like an earlier one runs like it, and is copied."""
@@ -283,14 +304,14 @@ class _Engine:
 
     def optimizer_step(self, skipped: bool) -> None:
         self.coordinator.release_and_reset_all()
-        if self.dtype == "fp16":
+        if self.trainable_dtype == "fp16":
             self.emit("all_reduce", 1, 1, OVERFLOW)
             if skipped:
                 return
         for _ in range(self.sub_groups):
             self.emit("all_reduce", 1, 4 if self.z["offload_optimizer"] else 8, NORM)
         for p in self.persist:
-            self.coordinator.gather_now(p, PERSIST)
+            self.coordinator.gather_now(p, PERSIST if self.world > 1 or self.sequential or len(self.persist) == 1 else NOTHING)
 
 
 def persistent(trace: mt.ModuleTrace, threshold: int, limit: int) -> list[int]:
@@ -304,6 +325,21 @@ def persistent(trace: mt.ModuleTrace, threshold: int, limit: int) -> list[int]:
     return chosen
 
 
+def one_dtype(dtypes: list[str], z: Mapping) -> str:
+    """The type of all trainable parameters; the optimizer's flat buffer has only one (defragment in runtime/zero/utils.py)."""
+    found = sorted(set(dtypes))
+    if len(found) > 1:
+        what = f"trainable parameters of several types ({', '.join(found)})"
+        if z["offload_param"]:
+            raise Unpredictable(
+                f"{what} with offload_param are not followed: DeepSpeed moves all shards into a buffer of one type"
+            )
+        raise Unpredictable(f"DeepSpeed fails: {what} do not go into its one flat buffer (AssertionError in defragment)")
+    if not found:
+        raise Unpredictable("nothing is trainable: ZeRO-3 makes no optimizer")
+    return found[0]
+
+
 def optimizer_groups(trace: mt.ModuleTrace, param_groups: Iterable[Iterable[str]] | None) -> list[list[int]]:
     if param_groups is None:
         groups = [[p for p in trace.order if trace.parameters[p].trainable]]
@@ -311,70 +347,3 @@ def optimizer_groups(trace: mt.ModuleTrace, param_groups: Iterable[Iterable[str]
         index = {p.name: i for i, p in enumerate(trace.parameters)}
         groups = [[index[name] for name in group] for group in param_groups]
     return [g for g in groups if g]
-
-
-# Keys that change the schedule in ways that are not followed: {key: (accepted values, why not)}.
-REFUSED = {
-    "stage": ((3,), "only stage 3 partitions parameters"),
-    "stage3_module_granularity_threshold": ((0,), "it makes leaf modules, fetched as one piece by several threads"),
-    "zero_hpz_partition_size": ((0, 1), "a second partition inside the node changes each gather's group and size"),
-    "zero_quantized_weights": ((False,), "gathers carry int8 and their scales"),
-    "zero_quantized_nontrainable_weights": ((False,), "gathers carry int8 and their scales"),
-    "zero_quantized_gradients": ((False,), "gradients are reduced by all-to-all"),
-    "zenflow": ((None,), "ZenFlow updates selected gradient columns by its own collectives"),
-    "mics_shard_size": ((-1,), "MiCS gathers within sub-groups of ranks"),
-}
-
-
-def resolve(config: Mapping | None, trace: mt.ModuleTrace, world: int, dtype: str) -> dict:
-    """The full `zero_optimization` section, every key that counts here present. Raises Unpredictable."""
-    given = dict(config or {})
-    z = knobs.stage3_defaults()
-    unknown = [k for k in given if k not in z and k not in OTHER_KEYS]
-    if unknown:
-        raise Unpredictable(f"unknown zero_optimization key {unknown[0]!r}: DeepSpeed {knobs.deepspeed_version()} may refuse it")
-    z.update(given)
-    if any(v == "auto" for v in z.values()):
-        raise Unpredictable("'auto' stands for a value that only the launcher knows: resolve it first")
-    for key, (accepted, reason) in REFUSED.items():
-        if z.get(key, accepted[0]) not in accepted:
-            raise Unpredictable(f"zero_optimization.{key} = {z[key]!r} is not followed: {reason}")
-    for key in ("offload_param", "offload_optimizer"):
-        section = z.get(key) or {}
-        device = section.get("device", "none") if isinstance(section, Mapping) else section
-        if device == "nvme":
-            raise Unpredictable(f"{key} to nvme is not followed: what is prefetched depends on free swap buffers")
-        if section and section.get("super_offload"):
-            raise Unpredictable("super_offload is not followed: it buckets gradients by its own rules")
-        z[key] = None if device in ("none", None) else section
-    if trace.refused:
-        raise Unpredictable(f"this model is not followed: {trace.refused[0]}")
-    classes = leaf_classes(z.get("leaf_module"))
-    leaf = next((m for m in trace.modules if m.cls in classes), None)
-    if leaf:
-        raise Unpredictable(f"{leaf.name} ({leaf.cls}) is a leaf module, fetched whole: which experts run is not known")
-    if dtype not in BYTES:
-        raise Unpredictable(f"dtype must be one of {sorted(BYTES)}, not {dtype!r}")
-    if world < 1:
-        raise ValueError("world must be at least 1")
-    if bool(z.get("memory_efficient_linear", True)) != trace.linear:
-        raise ValueError(f"the trace was captured with linear={trace.linear}: memory_efficient_linear is {not trace.linear} in the config")
-    return z
-
-
-# Accepted, and without influence on stage 3's collectives.
-OTHER_KEYS = frozenset(
-    "offload_param offload_optimizer leaf_module zenflow cpu_offload cpu_offload_params cpu_offload_use_pin_memory "
-    "stage3_gather_fp16_weights_on_model_save".split()
-)
-
-
-def leaf_classes(section: Mapping | None) -> frozenset[str]:
-    """Classes that DeepSpeed treats as leaf modules: the config's, or its own list."""
-    if section is not None:
-        return frozenset(section.get("classes", ()))
-    tree = ast.parse(knobs.source("runtime/zero/leaf_module_config.py"))
-    for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "DEFAULT_LEAF_MODULE_CLASSES":
-            return frozenset(ast.literal_eval(node.value))
-    return frozenset()

@@ -40,3 +40,20 @@ def adam(rank: int, world: int, device: str, variants: dict, elements: int, roun
             times[label].append([{"total": seconds(label)}])
     torch.distributed.barrier()
     return {label: {"times": blocks, "elements": elements} for label, blocks in times.items()}
+
+
+def holdings(rank: int, world: int, device: str, variants: dict) -> dict:
+    """What each rank keeps for each variant, from an engine that is built and makes no step: {label: {"holdings", "model", "pinned"}}."""
+    from zerolab.ranks import probe
+    from zerolab.ranks.engine import Engine
+
+    found = {}
+    for label, variant in variants.items():
+        pinned: dict = {}
+        with probe.pin_requests(pinned):
+            engine = Engine(variant, rank, device)
+        trainable = sum(p.ds_numel for p in engine.parameters if p.requires_grad)
+        model = {"elements": sum(p.ds_numel for p in engine.parameters), "trainable": trainable}
+        found[label] = {"holdings": probe.holdings(engine), "model": model, "pinned": pinned, "world": world}
+        engine.destroy()
+    return found

@@ -122,6 +122,7 @@ def clock(job: dict, rank: int, world: int, device: str, tell) -> None:
         try:
             samples = []
             for _ in range(steps):
+                tell({"event": "beat"})  # a sign of life, between timed steps
                 if wire:
                     wire.begin()
                 samples.append(timer.measure(engines[name], wire.settle if wire else None))
@@ -164,7 +165,7 @@ def watch(job: dict, rank: int, world: int, device: str, tell) -> None:
     """
     for name, variant in job["variants"].items():
         tell({"event": "at", "variant": name, "doing": "watching"})
-        result = watch_one(variant, rank, world, device, job)
+        result = watch_one(variant, rank, world, device, {**job, "beat": lambda: tell({"event": "beat"})})
         tell({"event": "watched", "variant": name, **result})
 
 
@@ -199,6 +200,7 @@ def watch_one(variant: dict, rank: int, world: int, device: str, job: dict, engi
     wire.attach()
     try:
         for step in range(job["warmup"]):
+            job.get("beat", lambda: None)()
             last = step == job["warmup"] - 1
             torch.distributed.barrier()
             wire.begin()

@@ -60,9 +60,10 @@ class RecordedWork:
 class Wire:
     """Records collectives, and emulates a link where `emulate` is given.
 
-    emulate: {"latency": s, "bandwidth": bytes/s, "reduce_async": bool}: each transfer takes latency + ring bytes / bandwidth, one
-    after another on one link. reduce_async lets a reduce-scatter return at once and be waited for at the end of backward, as on
-    a GPU with `overlap_comm` (`settle()`).
+    emulate: {"latency": s, "bandwidth": bytes/s, "gather_sync": bool, "reduce_async": bool}: each transfer takes latency + ring
+    bytes / bandwidth, one after another on one link. gather_sync waits for every all-gather where it is issued, which DeepSpeed
+    never does. reduce_async lets a reduce-scatter return at once and be waited for at the end of backward, as on a GPU with
+    `overlap_comm` (`settle()`).
     """
 
     def __init__(self, backend, world: int, emulate: dict | None = None):
@@ -74,6 +75,7 @@ class Wire:
     def begin(self):
         """Start a new optimizer step."""
         self.records: list[list] = []
+        self.asynchronous: list[bool] = []  # of each record: whether DeepSpeed asked for a handle instead of waiting
         self.lanes = []
         self.zero, self.phase, self.micro = time.perf_counter(), "forward", 0
 
@@ -114,6 +116,7 @@ class Wire:
 
             work = call(*args, **kwargs)
             asynchronous = bool(given.get("async_op"))
+            self.asynchronous.append(asynchronous)
             if self.emulate and elements > 1:
                 work = self._delay(work, op, size, asynchronous)
             if asynchronous and work is not None:
@@ -130,6 +133,8 @@ class Wire:
         self.lanes.append((op, start - self.zero, self.free - self.zero))
         emulated = EmulatedWork(work, self.free)
         if asynchronous:
+            if op == "all_gather" and self.emulate.get("gather_sync"):
+                emulated.wait()
             return emulated
         if not (op == "reduce_scatter" and self.emulate.get("reduce_async")):
             emulated.wait()
