@@ -43,7 +43,10 @@ def adam(rank: int, world: int, device: str, variants: dict, elements: int, roun
 
 
 def holdings(rank: int, world: int, device: str, variants: dict) -> dict:
-    """What each rank keeps for each variant, from an engine that is built and makes no step: {label: {"holdings", "model", "pinned"}}."""
+    """What each rank keeps for each variant, from an engine that trains nothing: {label: {"holdings", "model", "pinned"}}.
+
+    The optimizer makes its states at its first step, so it makes one, with gradients of zero.
+    """
     from zerolab.ranks import probe
     from zerolab.ranks.engine import Engine
 
@@ -52,6 +55,8 @@ def holdings(rank: int, world: int, device: str, variants: dict) -> dict:
         pinned: dict = {}
         with probe.pin_requests(pinned):
             engine = Engine(variant, rank, device)
+        for sub_group in range(len(engine.optimizer.fp16_groups)):
+            engine.optimizer._optimizer_step(sub_group)
         trainable = sum(p.ds_numel for p in engine.parameters if p.requires_grad)
         model = {"elements": sum(p.ds_numel for p in engine.parameters), "trainable": trainable}
         found[label] = {"holdings": probe.holdings(engine), "model": model, "pinned": pinned, "world": world}
