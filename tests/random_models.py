@@ -10,6 +10,7 @@ head has the embedding's weight. late: adapters are added after zero.Init, as pe
 
 import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from zerolab.predict import capture
 
 KINDS = (
     "linear", "norm", "mlp", "own", "attention", "pair", "keywords", "detached", "peek", "outside", "nested",
-    "unused", "twice", "record", "deeper", "again", "tied",
+    "unused", "twice", "record", "deeper", "opaque", "again", "tied",
 )  # fmt: skip
 FROZEN = ("none", "all", "weights", "biases")
 CHECKPOINTS = (None, "reentrant", "non-reentrant", "reentrant-inside", "non-reentrant-inside")
@@ -202,13 +203,13 @@ class Unused(Block):
 
 
 class Twice(Block):
-    """Calls the same child twice, and a dropout that does nothing."""
+    """Calls the same child twice, at once or with a dropout between that does nothing."""
 
     def fill(self):
         self.fc, self.drop = self.linear(self.width, self.width), nn.Dropout(0.0)
 
     def step(self, x):
-        return self.fc(self.drop(self.fc(x)))
+        return self.fc(self.fc(x) if self.size % 2 else self.drop(self.fc(x)))
 
 
 class Record(Block):
@@ -235,6 +236,24 @@ class Record(Block):
         return found["y"] * found["extra"][0] + found["x"]
 
 
+class Opaque(Block):
+    """A child whose output DeepSpeed cannot see into, so its pre-backward hook never fires: the linear function gathers the weight."""
+
+    class Object(nn.Module):
+        def __init__(self, inputs, outputs):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(outputs, inputs) / inputs)
+
+        def forward(self, x):
+            return SimpleNamespace(y=F.linear(x, self.weight))
+
+    def fill(self):
+        self.object, self.back = self.Object(self.width, self.size), self.linear(self.size, self.width)
+
+    def step(self, x):
+        return self.back(self.object(x).y)
+
+
 class Deeper(Block):
     """A checkpoint of its own around a child, whatever surrounds the block; the outer child ends in a layer, the inner does not."""
 
@@ -249,7 +268,7 @@ class Deeper(Block):
 CLASSES = {
     "linear": LinearBlock, "norm": Norm, "mlp": Mlp, "own": Own, "attention": Attention, "pair": Pair, "keywords": Keywords,
     "detached": Detached, "peek": Peek, "outside": Outside, "nested": Nested, "unused": Unused, "twice": Twice,
-    "record": Record, "deeper": Deeper, "tied": LinearBlock,
+    "record": Record, "deeper": Deeper, "opaque": Opaque, "tied": LinearBlock,
 }  # fmt: skip
 
 

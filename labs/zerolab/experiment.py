@@ -97,7 +97,7 @@ class Experiment:
         was measured survives a fault or Ctrl-C. Raises ZerolabError when nothing can run.
         """
         if self.function:
-            return self.run_with(self.function, save=bool(save), **self.arguments)
+            return self.run_with(self.function, save=bool(save), progress=progress, **self.arguments)
         path = results_folder() / f"{self.name}.json" if save is True else save
         report = Report(self.name, self.to_json(), machine.provenance(self.world), self._blank(), complete=False)
         if path:
@@ -115,7 +115,7 @@ class Experiment:
             report.save(path)
         return report
 
-    def run_with(self, function: str, save: bool = True, **arguments) -> Report:
+    def run_with(self, function: str, save: bool = True, progress: bool = True, **arguments) -> Report:
         """Run a function of the lab's own on every rank in place of clock and watch: its data as a report, saved like any other.
 
         function: "module:name", called as name(rank, world, device, variants={label: spec}, **arguments); what rank 0 returns,
@@ -123,10 +123,16 @@ class Experiment:
         Raises RanksError when a rank fails.
         """
         report = Report(self.name, self.to_json(), machine.provenance(self.world), self._blank())
-        for labels in [[v] for v in self.variants] if self.isolate else [list(self.variants)]:
-            job = {"call": function, "arguments": {**arguments, "variants": {v: self.spec(v) for v in labels}}, "limit": self.limit}
-            for label, data in call(job, self.world)[0].items():
-                report[label].data.update(data, status="ok")
+        groups = [[v] for v in self.variants] if self.isolate else [list(self.variants)]
+        bar = Progress(len(groups), f"{self.name}: {function.partition(':')[2]}", show=progress)
+        try:
+            for labels in groups:
+                job = {"call": function, "arguments": {**arguments, "variants": {v: self.spec(v) for v in labels}}, "limit": self.limit}
+                for label, data in call(job, self.world)[0].items():
+                    report[label].data.update(data, status="ok")
+                bar.update()
+        finally:
+            bar.close()
         if save:
             report.save(results_folder() / f"{self.name}.json")
         return report

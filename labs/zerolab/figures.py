@@ -153,7 +153,7 @@ def timeline(report: Report, names=None, phase: str | None = None, title: str | 
             axis.broken_barh([(s, e - s) for s, e in spans], (y - 0.13, 0.26), color=lanes[lane], linewidth=0)
             ticks.append(y)
             labels.append(f"{name}: {lane}" if i == 0 else lane)
-        for (what, micro, at), following in zip(marks, marks[1:]):
+        for (what, _, at), following in zip(marks, marks[1:]):
             axis.plot([at, at], [row - 0.42, row + 0.42], color="#888888", lw=0.7)
             if following[2] - at > 0.09 * longest:
                 axis.annotate(what, (at, row - 0.44), fontsize=7, color="#666666", va="bottom", xytext=(2, 0), textcoords="offset points")
@@ -278,7 +278,9 @@ def compared(report: Report, prediction: dict):
             rows.append({"variant": v.name, "measured": f"{v.status}: {v.message}"})
             continue
         gathers = " + ".join(f"{v.count('all_gather', p):,}" for p in trace.PHASES)
-        same = not trace.difference(prediction[v.name].steady.collectives, v.collectives())
+        steps = prediction[v.name].steps
+        step = steps[min(len(v.data["collectives"]), len(steps)) - 1]
+        same = not trace.difference(step.collectives, v.collectives())
         rows.append(
             {
                 "variant": v.name,
@@ -488,6 +490,75 @@ def peaks(report: Report, phase: str = "step", names=None, beside: str | None = 
     axis.set_xlabel(f"MiB on a rank in {phase}" + ("" if beside else ", above its start"))
     if beside:
         axis.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
+    if title:
+        axis.set_title(title)
+    return note(figure, report)
+
+
+def recorded_memory(name: str):
+    """The recorded GPU runs of a lab as HTML: peak allocated and reserved memory of a step, and what the allocator holds unused."""
+    from IPython.display import HTML
+
+    from zerolab.report import recorded
+
+    parts = []
+    for report in recorded(name):
+        rows = []
+        for v in report:
+            held = v.memory if "reserved" in v.memory else v.data.get("peak", {})
+            if held:
+                row = {"variant": v.name, "peak allocated": gib(held["allocated"]), "reserved": gib(held["reserved"])}
+                rows.append(row | {"reserved, not allocated": gib(held["reserved"] - held["allocated"])})
+        if rows:
+            parts.append(table(rows).data + f'<p class="provenance">{html.escape(report.line)}</p>')
+    return HTML("".join(parts) or "<p><em>Not recorded on GPUs yet.</em></p>")
+
+
+def saved(report: Report, loaded: Report | None = None, names=None):
+    """What each way to save (zerolab.ranks.saving) returned, wrote and sent, and how much came back in a process of its own."""
+    rows = []
+    for v in (report[n] for n in (names or report.variants)):
+        for way, s in v.data["saves"].items():
+            row = {"variant": v.name, "way": way, "returned": str(s.get("returned", "–"))}
+            weights = [size for file, size in s["files"].items() if file.endswith((".bin", ".safetensors", ".pt"))]
+            row["weights written"] = gib(sum(weights)) if weights else "no file"
+            row["all-gathers"], row["broadcasts"] = (s["collectives"].get(op, (0, 0))[0] for op in ("all_gather", "broadcast"))
+            row["in the state dict"] = f"{s['tensors']} tensors, {s['elements']:,} elements" if "tensors" in s else "–"
+            if loaded:
+                back = loaded[v.name].data["loads"].get(way)
+                row["loaded elsewhere"] = "–" if back is None else came_back(v, back)
+            rows.append(row)
+    return table(rows, first_is_header=False)
+
+
+def came_back(variant, back: dict) -> str:
+    """ "56 of 56 tensors, bit for bit": what a load gave, against what was trained."""
+    if back.get("failed"):
+        return back["failed"]
+    trained = variant.data["trained"]
+    same = sum(trained.get(name) == print_ for name, print_ in back["prints"].items())
+    return f"{same} of {len(back['prints'])} tensors, bit for bit" if back["prints"] else "nothing, and no error"
+
+
+def saving(report: Report, name: str, title: str | None = None):
+    """One variant's ways to save, in units of its model in 16 bit: what is written, gathered, broadcast, and the peak on two ranks."""
+    v = report[name]
+    model = 2 * v.model["elements"]
+    ways = [way for way in v.data["saves"] if way != "state_dict"]
+    figure, axis = _axes(len(ways), height=0.6)
+    kinds = ("written", "gathered", "broadcast", "peak, writing rank", "peak, another rank")
+    for i, (colour, kind) in enumerate(zip(COLOURS, kinds)):
+        rows, widths = [row + (i - 2) * 0.16 for row in range(len(ways))], []
+        for way in ways:
+            s = v.data["saves"][way]
+            sent = {op: size for op, (_, size) in s["collectives"].items()}
+            values = (sum(s["files"].values()), sent.get("all_gather", 0), sent.get("broadcast", 0), s["peak"][0], s["peak"][1])
+            widths.append(values[i] / model)
+        axis.barh(rows, widths, height=0.15, color=colour, label=kind)
+    axis.set_yticks(range(len(ways)), ways)
+    axis.invert_yaxis()
+    axis.set_xlabel("÷ the model in 16 bit")
+    axis.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1, 1))
     if title:
         axis.set_title(title)
     return note(figure, report)

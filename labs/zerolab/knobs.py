@@ -92,23 +92,23 @@ def deepspeed_version() -> str:
 
 
 @cache
-def source(path: str) -> str:
-    """The text of a file of the installed package, such as "runtime/zero/stage3.py"; package="torch" files are not read here."""
-    file = Path(str(metadata.distribution("deepspeed").locate_file("deepspeed"))) / path
+def source(path: str, package: str = "deepspeed") -> str:
+    """The text of a file of the installed DeepSpeed, such as "runtime/zero/stage3.py", or of another package (it is not imported)."""
+    file = Path(str(metadata.distribution(package).locate_file(package))) / path
     if not file.exists():
-        raise FileNotFoundError(f"DeepSpeed {deepspeed_version()} has no file {path}")
+        raise FileNotFoundError(f"{package} {metadata.version(package)} has no file {path}")
     return file.read_text()
 
 
-def cite(path: str, snippet: str, nth: int = 1) -> str:
-    """ "deepspeed/PATH:LINE" of the nth line that contains `snippet`: the course's way to point into DeepSpeed.
+def cite(path: str, snippet: str, nth: int = 1, package: str = "deepspeed") -> str:
+    """ "deepspeed/PATH:LINE" of the nth line that contains `snippet`: the course's way to point into DeepSpeed (or another package).
 
-    Raises LookupError when the installed DeepSpeed has no such line: the statement must then be read again.
+    Raises LookupError when the installed package has no such line: the statement must then be read again.
     """
-    lines = [i for i, line in enumerate(source(path).splitlines(), 1) if snippet in line]
+    lines = [i for i, line in enumerate(source(path, package).splitlines(), 1) if snippet in line]
     if len(lines) < nth:
-        raise LookupError(f"DeepSpeed {deepspeed_version()}: {path} no longer has {snippet!r}; read the source again")
-    return f"deepspeed/{path}:{lines[nth - 1]}"
+        raise LookupError(f"{package} {metadata.version(package)}: {path} no longer has {snippet!r}; read the source again")
+    return f"{package}/{path}:{lines[nth - 1]}"
 
 
 def _value(node: ast.expr):

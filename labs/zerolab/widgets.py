@@ -11,10 +11,10 @@ def check(reached: bool, text: str):
     print(("reached: " if reached else "not yet: ") + text)
 
 
-def your_turn(experiment: Experiment, key: str, values, label: str = "base"):
+def your_turn(experiment: Experiment, key: str, values, label: str = "base", show=lambda report: report):
     """A form: choose a value of `key`, press Run, and the real engine runs it against the experiment's first variant.
 
-    values: what the list offers; anything else can be typed. Returns the widget.
+    values: what the list offers; anything else can be typed. show: what to display of the report. Returns the widget.
     """
     import ipywidgets as w
     from IPython.display import display
@@ -38,7 +38,7 @@ def your_turn(experiment: Experiment, key: str, values, label: str = "base"):
                 first = next(iter(experiment.variants))
                 mine = {**experiment.variants[first], key: _value(choice.value)}
                 report = experiment.replace(variants={first: experiment.variants[first], "yours": mine}).run(save=False)
-                display(report)
+                display(show(report))
             except (ZerolabError, RanksError) as error:
                 print(error)
             finally:

@@ -198,6 +198,10 @@ class Coordinator:
         params = self.iter_params(module)
         release = self._params_to_release(module) if self.complete else set(params)
         if not forward:
+            if not self.active_backward:
+                raise Unpredictable(
+                    "DeepSpeed fails: a module's backward ends before any began ('active_backward_submodules is empty')"
+                )
             recomputed = self.recomputed.pop(module, set())
             release.update(p for p in recomputed if p not in self.persist)  # DeepSpeed changes its cached set too
             params = [*params, *recomputed]

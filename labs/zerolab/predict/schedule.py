@@ -294,6 +294,11 @@ class _Engine:
             elif kind == mt.RECOMPUTE:
                 co.fetch_sub_module(index, forward=True, recompute=True)
             elif kind == mt.GRADIENT:
+                if co.status[index] == PARTITIONED:
+                    raise Unpredictable(
+                        f"DeepSpeed fails: {self.trace.parameters[index].name} gets its gradient while it is partitioned, since no "
+                        "pre-backward hook gathered it (its module's output is of a type that the hooks cannot see into)"
+                    )
                 self.bucket.add(index)
             elif kind == mt.LINEAR:
                 if co.status[index] == PARTITIONED:  # gathered for this one product, then freed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -38,7 +39,6 @@ ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe"
 
 def prepare() -> dict:
     """Import everything, load DeepSpeed's CPU extension, and say what this machine runs: versions, device names."""
-    import importlib
     import logging
 
     for name in PRELOAD:
@@ -79,6 +79,16 @@ def load_cpu_adam() -> None:
     forget_dead_build("cpu_adam")
     CPUAdamBuilder().load(verbose=False)
     cpuinfo.get_cpu_info()
+
+
+def import_once(job: dict) -> None:
+    """Import here what a job calls, so that its libraries are paid for once and not by every rank."""
+    name = job.get("call", "").partition(":")[0]
+    if job["work"] == "call" and name not in sys.modules:
+        with contextlib.suppress(Exception):  # the ranks meet the same error, and tell it
+            importlib.import_module(name)
+            gc.collect()
+            gc.freeze()
 
 
 def forget_dead_build(name: str) -> None:
@@ -232,6 +242,7 @@ def main(handle: int) -> None:
                 kernel.send({"event": "error", "kind": "failed", "message": text.splitlines()[0], "log": str(error)[-4000:]})
                 kernel.send({"event": "over"})
                 continue
+        import_once(request["job"])
         group = Group(request["world"], request["job"])
         try:
             kernel.send({"event": "forked", "pids": [p.pid for p in group.ranks]})
