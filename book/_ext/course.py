@@ -56,7 +56,9 @@ def ready_for_eval(app, docname, source):
     """
     if "execution_mode: inline" in source[0]:
         text = re.sub(r"^(:tags: \[.*?)\bremove-cell\b", r"\1remove-input, remove-output", source[0], flags=re.MULTILINE)
-        source[0] = re.sub(r"^(```\{code-cell\}(?:(?!^```).)*;)[ \t]*(\n+```)$", r"\1\nNone\2", text, flags=re.MULTILINE | re.DOTALL)
+        source[0] = re.sub(
+            r"^(```\{code-cell\}(?:(?!^```).)*;)[ \t]*(\n+```)$", r"\1\nNone\2", text, flags=re.MULTILINE | re.DOTALL
+        )
 
 
 class EvalCode(RoleBase):
@@ -161,12 +163,14 @@ def machine_rows() -> list[list[str]]:
 
 
 def recorded_rows() -> list[list[str]]:
-    """One row for every recorded machine: its runs, and where they come from."""
+    """One row for every recorded machine: what ran there, and where that comes from."""
     rows = []
     for name in report.recorded_machines():
         runs = [report.Report.load(path) for path in sorted(report.results_folder(name).glob("*.json"))]
-        lines = dict.fromkeys(run.line for run in runs)
-        rows.append([name, ", ".join(run.name for run in runs), "; ".join(lines)])
+        where = dict.fromkeys(" · ".join(run.line.split(" · ")[:3]) for run in runs)  # devices, versions, commit
+        dates = sorted(run.provenance["date"] for run in runs)
+        days = " to ".join(dict.fromkeys(date[:10] for date in (dates[:1] + dates[-1:])))
+        rows.append([name, "; ".join(where), days, ", ".join(dict.fromkeys(run.name[:2] for run in runs))])
     return rows
 
 
@@ -180,7 +184,7 @@ class Recorded(SphinxDirective):
         rows = recorded_rows()
         if not rows:
             return [nodes.paragraph(text="No recorded runs yet: every number in this book is from this build.")]
-        return [table(["Machine", "Runs", "Provenance"], rows)]
+        return [table(["Machine", "Devices, versions, commit", "Recorded", "Labs"], rows)]
 
 
 class runs_here(nodes.General, nodes.Element):
