@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -220,6 +221,11 @@ def holdings(report: Report, names=None, title: str | None = None):
     return note(figure, report)
 
 
+def _code(text: str) -> str:
+    """`x` as code, as in the pages' own text."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
+
+
 def table(rows: list[dict], caption: str = "", first_is_header: bool = True):
     """Rows of {column: value} as HTML. Values are shown as they come: format them before."""
     from IPython.display import HTML
@@ -233,7 +239,7 @@ def table(rows: list[dict], caption: str = "", first_is_header: bool = True):
         cells = []
         for i, column in enumerate(columns):
             value = row.get(column, "")
-            text = value.data if isinstance(value, HTML) else html.escape(str(value))
+            text = value.data if isinstance(value, HTML) else _code(html.escape(str(value)))
             cells.append(f'<th scope="row">{text}</th>' if i == 0 and first_is_header else f"<td>{text}</td>")
         body.append(f"<tr>{''.join(cells)}</tr>")
     heading = f"<caption>{html.escape(caption)}</caption>" if caption else ""
