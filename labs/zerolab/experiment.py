@@ -70,7 +70,7 @@ class Experiment:
             for key, value in self.gpu.items():
                 setattr(self, key, value)
         if self.warmup < (3 if self.rounds else 1):
-            raise ZerolabError("warmup must be at least 3 before timing: DeepSpeed prefetches from the third step on")
+            raise ZerolabError("warmup must be at least 3 before timing: the first steps record the trace")
         if not self.variants:
             raise ZerolabError("an experiment needs at least one variant")
 

@@ -114,8 +114,13 @@ def provenance(world: int, command: str | None = None) -> dict:
         "versions": versions(),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": command or os.environ.get("ZEROLAB_COMMAND") or Path(sys.argv[0]).name,
+        "command": command or os.environ.get("ZEROLAB_COMMAND") or _program(),
     }
+
+
+def _program() -> str:
+    name = Path(sys.argv[0]).name
+    return "notebook" if name.startswith("ipykernel") else name
 
 
 def provenance_line(p: dict) -> str:
