@@ -20,6 +20,8 @@ import time
 from multiprocessing import connection as mpc
 from pathlib import Path
 
+from zerolab.ranks import rank as entry
+
 # Most of the time that DeepSpeed takes to set up an engine goes into these lazy imports.
 PRELOAD = (
     "torch",
@@ -138,8 +140,6 @@ class Group:
         self.limit = job["limit"]
         context = multiprocessing.get_context("fork")
         self.ranks, self.pipes = [], []
-        from zerolab.ranks import rank as entry
-
         for rank in range(world):
             mine, theirs = context.Pipe(duplex=False)
             arguments = (rank, world, job, str(self.folder / "store"), theirs, str(self.log), os.getpid())
@@ -214,6 +214,7 @@ class Group:
             process.join()
         for pipe in self.pipes:
             pipe.close()
+        entry.drop_shared_buffers()
         for file in self.folder.iterdir():
             file.unlink(missing_ok=True)
         self.folder.rmdir()
@@ -221,6 +222,7 @@ class Group:
 
 def main(handle: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["MASTER_PORT"] = str(os.getpid())  # nobody listens there: it names this leader's files in shared memory
     kernel = mpc.Connection(handle)
     begin = time.perf_counter()
     try:
