@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tqdm import tqdm
+
 from zerolab import lab, machine, ranks
 from zerolab.experiment import Experiment, accelerator, call
 from zerolab.report import paired_ratio
@@ -87,12 +89,15 @@ def labs() -> dict:
     """Wall seconds of each lab's notebook, run as the book runs it, and of all together."""
     seconds = {}
     with tempfile.TemporaryDirectory() as folder:
-        for number, path in lab.files().items():
+        for number, path in tqdm(lab.files().items(), desc="labs", unit="lab"):
             begin = time.perf_counter()
             command = ["jupytext", "--to", "ipynb", "--execute", "--output", f"{folder}/{number}.ipynb", str(path)]
             done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr[-2000:]
             seconds[f"lab {number}, s"] = round(time.perf_counter() - begin, 1)
+            if done.returncode:
+                tqdm.write(done.stderr[-2000:])
+                raise SystemExit(f"lab {number} failed after {seconds.popitem()[1]} s; the others took {seconds}")
+            tqdm.write(f"    lab {number}: {seconds[f'lab {number}, s']} s")
     return {**seconds, "all, s": round(sum(seconds.values()), 1), "goal": "≤ 60 s each, ≤ 480 s in all"}
 
 

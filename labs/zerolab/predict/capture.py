@@ -21,6 +21,7 @@ from torch import nn
 
 from . import moduletrace as mt
 from .coordinator import Unpredictable
+from .meter import Meter, fused_attention
 
 NUMBER = "_zerolab_number"  # a parameter's place in zero.Init's numbering
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -37,12 +38,16 @@ def capture(model: nn.Module, batch, loss: Callable | None = None, linear: bool 
     Build the model inside `numbered()` where the real one is built under `deepspeed.zero.Init`.
     Cost: about 0.3 ms a module. Raises ValueError if the loss needs no gradient, Unpredictable if the model's code asks for values.
     """
-    recorder = _Recorder(model)
     batch = batch() if callable(batch) else batch
+    recorder = _Recorder(model)
+    meter = recorder.meter
+    meter.ignore(t for t in (batch.values() if isinstance(batch, Mapping) else batch) if torch.is_tensor(t))
     with ExitStack() as stack:
         stack.enter_context(_hooks(model, recorder))
         stack.enter_context(_watched_parameters(model, recorder))
         stack.enter_context(_plain_batch())
+        stack.enter_context(fused_attention(meter))
+        stack.enter_context(meter)
         if linear:
             stack.enter_context(_memory_efficient_linear(recorder))
         output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
@@ -50,8 +55,9 @@ def capture(model: nn.Module, batch, loss: Callable | None = None, linear: bool 
         value = loss(output) if loss else getattr(output, "loss", output)
         if not (torch.is_tensor(value) and value.requires_grad):
             raise ValueError("the loss needs no gradient: nothing is trainable, or every checkpoint input is without gradient")
-        recorder.events = recorder.backward
+        recorder.turn()
         value.backward()
+        meter.cut()
     for parameter in model.parameters():
         parameter.grad = None
     return recorder.result(linear)
@@ -147,6 +153,8 @@ class _Recorder:
         self.stack: list[nn.Module] = [model]  # FWD_MODULE_STACK
         self.in_forward = True
         self.refused: dict[str, None] = {}
+        self.meter = Meter()
+        self.meter.ignore([*model.parameters(), *model.buffers()])
         self.names = {p: name for name, p in model.named_parameters()}
         self.modules: list[mt.Module] = []
         self.module_id: dict[nn.Module, int] = {}
@@ -162,16 +170,32 @@ class _Recorder:
             self.modules.append(mt.Module(name, cls, [self.parameter_id[p] for p in own]))
             self.owned.append(frozenset(own))
 
+    def event(self, *event) -> None:
+        self.events.append([*event])
+        self.meter.cut()
+
+    def turn(self) -> None:
+        """Forward is over, backward begins."""
+        self.meter.cut()
+        self.events = self.backward
+        self.forward_spans, self.meter.spans = self.meter.spans, []
+
     def module(self, kind: str, module: nn.Module) -> None:
-        self.events.append([kind, self.module_id[module]])
+        self.event(kind, self.module_id[module])
 
     def parameter(self, kind: str, parameter: nn.Parameter) -> None:
-        self.events.append([kind, self.parameter_id[parameter]])
+        self.event(kind, self.parameter_id[parameter])
+
+    def gradient(self, parameter: nn.Parameter) -> None:
+        """The optimizer's hook: what becomes of the gradient's memory is the bucket's business, so drop it here."""
+        self.events.append([mt.GRADIENT, self.parameter_id[parameter]])
+        parameter.grad = None
+        self.meter.cut()
 
     def access(self, parameter: nn.Parameter) -> None:
         """ZeROOrderedDict.__getitem__: a parameter read in forward outside its own module is gathered and registered there."""
         if self.in_forward and not any(parameter in self.owned[self.module_id[m]] for m in self.stack):
-            self.events.append([mt.ACCESS, self.module_id[self.stack[-1]], self.parameter_id[parameter]])
+            self.event(mt.ACCESS, self.module_id[self.stack[-1]], self.parameter_id[parameter])
 
     def result(self, linear: bool) -> mt.ModuleTrace:
         born = {p: hasattr(p, NUMBER) for p in self.parameter_id}
@@ -180,7 +204,9 @@ class _Recorder:
             for p, inside in born.items()
         ]
         order = [self.parameter_id[p] for p in self.names]
-        return mt.ModuleTrace(parameters, order, self.modules, self.forward, self.backward, linear, list(self.refused))
+        return mt.ModuleTrace(
+            parameters, order, self.modules, self.forward, self.backward, linear, list(self.refused), self.forward_spans, self.meter.spans
+        )
 
 
 @contextmanager
@@ -201,7 +227,7 @@ def _hooks(model: nn.Module, recorder: _Recorder):
     register(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            handles.append(parameter.register_post_accumulate_grad_hook(partial(recorder.parameter, mt.GRADIENT)))
+            handles.append(parameter.register_post_accumulate_grad_hook(recorder.gradient))
     try:
         yield
     finally:

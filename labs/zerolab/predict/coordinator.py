@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 
+from .gathered import Gathered
 from .moduletrace import ModuleTrace
 
 AVAILABLE, PARTITIONED, INFLIGHT = 0, 1, 2
@@ -32,12 +33,22 @@ class Coordinator:
     """State of all parameters of a model, and the rules that change it.
 
     trace: the model. gather(params, why): called for every all-gather that is issued, before its parameters count as available.
-    persist: parameters with `ds_persist`. prefetch, max_live, max_reuse: elements.
+    persist: parameters with `ds_persist`. prefetch, max_live, max_reuse: elements. gathered: keeps account of the bytes.
+    waits(params): called when a module's parameters must have arrived, before it prefetches.
     """
 
     def __init__(
-        self, trace: ModuleTrace, persist: Iterable[int], prefetch: int, max_live: int, max_reuse: int, gather: Callable
+        self,
+        trace: ModuleTrace,
+        persist: Iterable[int],
+        prefetch: int,
+        max_live: int,
+        max_reuse: int,
+        gather: Callable,
+        gathered: Gathered,
+        waits: Callable = lambda params: None,
     ):
+        self.gathered, self.waits = gathered, waits
         self.numel = [p.elements for p in trace.parameters]
         self.trainable = [p.trainable for p in trace.parameters]
         self.own = [sorted(set(m.parameters)) for m in trace.modules]
@@ -73,6 +84,7 @@ class Coordinator:
         for param, handle in self.inflight.items():
             self._wait(handle)
             self._release_param(param)
+            self.gathered.forgotten(handle)
         self.inflight.clear()
         compared: list[int] = []
         if not self.complete:
@@ -120,10 +132,10 @@ class Coordinator:
                 owner = next(reversed(self.active_backward))
                 self.recomputed[owner].add(p)
                 self.active[p].add(owner)
-            if p in self.inflight:
-                self._wait(self.inflight.pop(p))
+            self._wait_for(p)
             if self.status[p] != AVAILABLE:
                 raise Unpredictable(f"DeepSpeed fails: parameter {p} is needed while its gather is lost")
+        self.waits(params)
         if self.complete:
             self._prefetch(params)
         self.step_id += 1
@@ -161,14 +173,22 @@ class Coordinator:
         self.n_available += elements
         self.resident += elements
         handle = Handle(params)
+        self.gathered.issued(handle)
         for p in params:
             if p in self.inflight:
                 raise Unpredictable(f"DeepSpeed fails: parameter {p} is gathered twice ('already in registry')")
             self.status[p] = INFLIGHT
             self.inflight[p] = handle
 
+    def _wait_for(self, param: int) -> None:
+        handle = self.inflight.pop(param, None)
+        if handle:
+            self._wait(handle)
+            self.gathered.forgotten(handle)
+
     def _wait(self, handle: Handle) -> None:
         if not handle.complete:
+            self.gathered.waited(handle)
             for p in handle.params:
                 self.status[p] = AVAILABLE
             handle.complete = True
@@ -191,6 +211,7 @@ class Coordinator:
         self.gather([param], why)
         self.status[param] = AVAILABLE
         self.resident += self.numel[param]
+        self.gathered.alone(param)
 
     # --- release ---
 
@@ -233,6 +254,7 @@ class Coordinator:
             self.status[param] = PARTITIONED
             self.n_available -= self.numel[param]
             self.resident -= self.numel[param]
+            self.gathered.released(param)
 
     def release_backward_leftovers(self) -> None:
         """After every backward: modules whose post-backward hook never came, since their input needs no gradient."""
@@ -246,8 +268,7 @@ class Coordinator:
     def release_and_reset_all(self) -> None:
         """Before the optimizer: everything goes, persistent parameters too."""
         for p in range(len(self.status)):
-            if p in self.inflight:
-                self._wait(self.inflight.pop(p))
+            self._wait_for(p)
             self.active[p].clear()
             self._release_param(p)
 
@@ -259,11 +280,13 @@ class Coordinator:
             tuple((p, frozenset(a)) for p, a in enumerate(self.active) if a),
             tuple((m, frozenset(s)) for m, s in sorted(self.recomputed.items()) if s),
             tuple(len(e) for e in self.external),
+            self.gathered.state(),
         )
 
     def restore(self, state: tuple) -> None:
         """Back to a `state()` at the end of a micro-step (externals only ever grow, and are part of the comparison)."""
-        status, active, recomputed, _ = state
+        status, active, recomputed, _, gathered = state
+        self.gathered.restore(gathered)
         self.status = list(status)
         for a in self.active:
             a.clear()

@@ -52,6 +52,8 @@ class ModuleTrace:
     forward, backward: events, see the kinds above.
     linear: whether `memory_efficient_linear` (DeepSpeed's own linear function) was in place, as it is by default.
     refused: what the model does that a prediction cannot follow, empty if nothing.
+    forward_spans, backward_spans: what the model computes and keeps before the first event, between each two, and after the last;
+    see `meter.Meter` for the five numbers of a span.
     """
 
     parameters: list[Parameter]
@@ -61,6 +63,8 @@ class ModuleTrace:
     backward: list[list]
     linear: bool = True
     refused: list[str] = field(default_factory=list)
+    forward_spans: list[list[int]] = field(default_factory=list)
+    backward_spans: list[list[int]] = field(default_factory=list)
 
     @cached_property
     def elements(self) -> int:

@@ -11,18 +11,22 @@ from collections.abc import Callable
 from .coordinator import Unpredictable
 
 
-def padded(elements: int, world: int) -> int:
-    """Elements of a tensor after padding to a multiple of the world size."""
-    return -(-elements // world) * world
-
-
 class Bucket:
-    """The gradient bucket of one micro-step. reduce(params): called for every reduction, parameters in order of arrival."""
+    """The gradient bucket of one micro-step. reduce(params): called for every reduction, parameters in order of arrival; returns
+    the elements that it needs beside them.
 
-    def __init__(self, numel: list[int], size: int, reduce: Callable):
-        self.numel, self.size, self.reduce = numel, size, reduce
+    loose: elements of gradients that wait where autograd put them, since they do not fit (or `contiguous` is off); high: the most of
+    them, and of a reduction's own, since `take_high()`.
+    """
+
+    def __init__(self, numel: list[int], size: int, contiguous: bool, reduce: Callable):
+        self.numel, self.size, self.contiguous, self.reduce = numel, size, contiguous, reduce
         self.params: list[int] = []
-        self.elements = 0
+        self.elements = self.loose = self.high = 0
+
+    def take_high(self) -> int:
+        high, self.high = self.high, self.loose
+        return high
 
     def add(self, param: int) -> None:
         """A gradient is ready. It goes into the bucket unless it would overflow it; alone it may be larger than the bucket."""
@@ -32,30 +36,33 @@ class Bucket:
                     "DeepSpeed fails: a parameter's gradient comes twice in one backward (a weight used twice under reentrant "
                     "checkpointing), and the bucket that held the first was flushed by the second ('NoneType' has no attribute 'numel')"
                 )
-            self.flush()
+            self.flush(beside=self.numel[param])
         self.params.append(param)
+        if not self.contiguous or self.elements + self.numel[param] > self.size:
+            self.loose += self.numel[param]
+        self.high = max(self.high, self.loose + self.numel[param])
         self.elements += self.numel[param]
 
-    def flush(self) -> None:
+    def flush(self, beside: int = 0) -> None:
+        """Reduce what is there. beside: elements of a gradient that waits for its place."""
         if len(set(self.params)) < len(self.params):
             raise Unpredictable(
                 "DeepSpeed fails: a parameter's gradient comes twice in one backward (a weight used twice under reentrant "
                 "checkpointing), and both are in one bucket (AssertionError in __reduce_and_partition_ipg_grads)"
             )
         if self.params:
-            self.reduce(self.params)
-        self.params, self.elements = [], 0
+            self.high = max(self.high, self.loose + beside + self.reduce(self.params))
+        self.params, self.elements, self.loose = [], 0, 0
 
 
 def sub_groups(shards: list[int], size: int) -> list[int]:
-    """Number of parameters in each optimizer sub-group. shards: elements of each parameter's partition, in optimizer order."""
+    """Elements of each optimizer sub-group. shards: elements of each parameter's partition, in optimizer order."""
     if size >= sum(shards):
-        return [len(shards)]
-    counts, count, elements = [], 0, 0
+        return [sum(shards)]
+    groups, elements = [], 0
     for i, shard in enumerate(shards):
-        count += 1
         elements += shard
         if elements >= size or i == len(shards) - 1:
-            counts.append(count)
-            count = elements = 0
-    return counts
+            groups.append(elements)
+            elements = 0
+    return groups

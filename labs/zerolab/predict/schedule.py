@@ -16,7 +16,9 @@ from zerolab.trace import PHASES, Collective
 from . import moduletrace as mt
 from .config import BYTES, check, resolve
 from .coordinator import PARTITIONED, Coordinator, Unpredictable
-from .reduce import Bucket, padded, sub_groups
+from .gathered import Gathered, padded
+from .reduce import Bucket, sub_groups
+from .time import Lanes, Machine
 
 # Why a collective was issued. Gathers: on demand, ahead, for code that reads a parameter outside its module, for one product in a
 # linear layer's backward, after the optimizer. Then: gradients, their norm, fp16's overflow flag, ranks comparing lists.
@@ -34,6 +36,9 @@ class Step:
     resident: for each micro-step, elements gathered (or being gathered) after each event of forward and backward.
     kept: for each micro-step, elements still gathered when its forward ends, without the persistent ones.
     persistent: elements of persistent parameters.
+    peaks: {phase: bytes on the device beyond what is there between steps, at that phase's fullest moment: [gathered parameters,
+    activations, gradients on their way]}. Activations are known if the trace has spans.
+    seconds: {phase: s}; busy: {lane: s}; lanes: {lane: [[start, end], ...]}: empty unless a machine was given.
     """
 
     collectives: list[Collective]
@@ -42,6 +47,10 @@ class Step:
     resident: list[list[int]]
     kept: list[int]
     persistent: int
+    peaks: dict[str, list[int]]
+    seconds: dict[str, float]
+    busy: dict[str, float]
+    lanes: dict[str, list[list[float]]]
 
     @property
     def peak_resident(self) -> int:
@@ -93,7 +102,7 @@ class Schedule:
     """What a model and a config cause in the first steps. The first records a trace, the last is steady (`settled` says so).
 
     names: of the parameters, for `Step.params`. elements: of the whole model. world, accumulation: as given.
-    sub_groups: optimizer sub-groups.
+    tiles: elements of each optimizer sub-group on one rank.
     """
 
     steps: list[Step]
@@ -101,7 +110,11 @@ class Schedule:
     elements: int
     world: int
     accumulation: int
-    sub_groups: int
+    tiles: list[int]
+
+    @property
+    def sub_groups(self) -> int:
+        return len(self.tiles)
 
     @property
     def steady(self) -> Step:
@@ -154,6 +167,8 @@ def schedule(
     communication: str | None = None,
     param_groups: Iterable[Iterable[str]] | None = None,
     skipped: Iterable[int] = (),
+    machine: Machine | None = None,
+    keep: bool = False,
 ) -> Schedule:
     """Every collective of the first `steps` optimizer steps.
 
@@ -162,18 +177,26 @@ def schedule(
     communication: ds_config's `communication_data_type` (default: dtype).
     param_groups: names of the trainable parameters in each of the optimizer's groups (default: one group, module order).
     skipped: steps that fp16's loss scaling throws away (an overflow cannot be foreseen; by default there is none).
+    machine: whose seconds to count; the trace needs spans. keep: keep every busy interval of its lanes.
 
     Raises Unpredictable for what is not followed: the message says what and why.
     """
     z = resolve(config)
     check(trace, z, world, (dtype, communication or dtype))
-    return _Engine(trace, z, world, accumulation, dtype, communication or dtype, param_groups, frozenset(skipped)).run(steps)
+    lanes = None
+    if machine:
+        offload = z["offload_param"] or z["offload_optimizer"] or {}
+        # overlap_comm is None in a config that leaves it out; stage 3 turns it on (runtime/zero/config.py, overlap_comm_valid).
+        lanes = Lanes(machine, world, overlap=z["overlap_comm"] is not False, pinned=bool(offload.get("pin_memory")), keep=keep)
+    engine = _Engine(trace, z, world, accumulation, dtype, communication or dtype, param_groups, frozenset(skipped), lanes)
+    return engine.run(steps)
 
 
 class _Engine:
     """The steps of a DeepSpeedEngine with ZeRO-3, as far as collectives go."""
 
-    def __init__(self, trace, z, world, accumulation, dtype, communication, param_groups, skipped):
+    def __init__(self, trace, z, world, accumulation, dtype, communication, param_groups, skipped, lanes):
+        self.lanes = lanes
         self.trace, self.z, self.world, self.accumulation, self.skipped = trace, z, world, accumulation, skipped
         self.dtype, self.communication = dtype, communication
         self.item = [BYTES[p.dtype or dtype] for p in trace.parameters]
@@ -188,23 +211,30 @@ class _Engine:
             max_live=int(z["stage3_max_live_parameters"]),
             max_reuse=int(z["stage3_max_reuse_distance"]),
             gather=self.gather,
+            gathered=Gathered(numel, self.item, world, bool(sequential), bool(z["offload_param"])),
+            waits=lanes.wait if lanes else lambda params: None,
         )
-        self.bucket = Bucket(numel, int(z["reduce_bucket_size"]), self.reduce)
+        self.bucket = Bucket(numel, int(z["reduce_bucket_size"]), bool(z["contiguous_gradients"]), self.reduce)
         self.numel, self.sequential = numel, sequential
         groups = optimizer_groups(trace, param_groups)
         self.trainable_dtype = one_dtype([trace.parameters[p].dtype or dtype for g in groups for p in g], z)
-        self.sub_groups = sum(
-            len(sub_groups([padded(numel[p], world) // world for p in group], int(z["sub_group_size"]))) for group in groups
-        )
+        self.tiles = [
+            tile for group in groups for tile in sub_groups([padded(numel[p], world) // world for p in group], int(z["sub_group_size"]))
+        ]
         self.memo: dict[tuple, tuple] = {}
 
     def run(self, steps: int) -> Schedule:
         done = [self.step(i) for i in range(steps)]
         names = [p.name for p in self.trace.parameters]
-        return Schedule(done, names, self.trace.elements, self.world, self.accumulation, self.sub_groups)
+        return Schedule(done, names, self.trace.elements, self.world, self.accumulation, self.tiles)
 
     def emit(self, op: str, elements: int, size: int, why: str, params: list[int] = ()) -> None:
         self.out.append((Collective(op, elements, elements * size, self.phase, self.micro), why, list(params)))
+        if self.lanes and why == REDUCE:
+            self.lanes.reduce(len(params), elements * size)
+        elif self.lanes and params:
+            shard = elements * size / self.world if self.z["offload_param"] else 0
+            self.lanes.gather(params, elements * size, shard, wait=why in (ACCESS, LINEAR, PERSIST))
 
     # --- what the coordinator and the bucket ask for ---
 
@@ -227,14 +257,17 @@ class _Engine:
             group = by_dtype[dtype]
             self.emit(op, sum(padded(self.numel[p], self.world) for p in group), BYTES[dtype], why, group)
 
-    def reduce(self, params: list[int]) -> None:
+    def reduce(self, params: list[int]) -> int:
+        """Emits one reduction; returns the elements of the flat copy that it makes of its gradients."""
         if self.z["enable_sanity_checks"]:
             self.compare(len(params))
         size, elements = BYTES[self.communication], sum(self.numel[p] for p in params)
         if self.z["contiguous_gradients"] and elements <= self.bucket.size and not self.z["reduce_scatter"]:
             self.emit("all_reduce", elements, size, REDUCE, params)
-        else:
-            self.emit("reduce_scatter", sum(padded(self.numel[p], self.world) for p in params), size, REDUCE, sorted(params))
+            return 0
+        flat = sum(padded(self.numel[p], self.world) for p in params)
+        self.emit("reduce_scatter", flat, size, REDUCE, sorted(params))
+        return 0 if len(params) == 1 and flat == elements else flat
 
     def compare(self, length: int) -> None:
         """assert_ints_same_as_other_ranks: the length of a list, then the list, both as int64."""
@@ -245,44 +278,74 @@ class _Engine:
 
     def step(self, index: int) -> Step:
         out, series, kept = [], [], []
+        self.peaks = {}
+        if self.lanes:
+            self.lanes.begin()
         for micro in range(self.accumulation):
             collectives, resident, rest = self.micro_step(micro)
             out += collectives
             series.append(resident)
             kept.append(rest)
-        self.out, self.phase = [], "step"
+        self.out = []
+        self.enter("step")
         self.micro = self.accumulation - 1
         self.optimizer_step(index in self.skipped)
         out += self.out
-        return Step(
-            [c for c, _, _ in out], [w for _, w, _ in out], [p for _, _, p in out], series, kept, self.persistent_elements
-        )
+        self.enter("")
+        parts = [c for c, _, _ in out], [w for _, w, _ in out], [p for _, _, p in out]
+        lanes = (self.lanes.seconds, self.lanes.busy, self.lanes.intervals) if self.lanes else ({}, {}, {})
+        return Step(*parts, series, kept, self.persistent_elements, self.peaks, *lanes)
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+        if self.lanes:
+            self.lanes.phase(phase)
 
     def micro_step(self, micro: int) -> tuple[list, list[int], int]:
         """Forward and backward. One that begins like an earlier one runs like it, and is copied."""
         co = self.coordinator
         key = co.state() if co.complete and co.release_cache else None
         if key in self.memo:
-            collectives, resident, kept, end = self.memo[key]
+            collectives, resident, kept, peaks, happened, end = self.memo[key]
             co.restore(end)
+            if self.lanes:
+                self.lanes.repeat(happened)
+            self.peaks = {phase: max(peaks[phase], self.peaks.get(phase, [0]), key=sum) for phase in peaks}
             return [(c._replace(micro=micro), w, p) for c, w, p in collectives], resident, kept
-        self.out, self.micro, self.phase = [], micro, "forward"
+        begin = self.lanes.mark() if self.lanes else None
+        self.out, self.micro = [], micro
+        self.enter("forward")
         resident: list[int] = []
         for length in co.reset_step():
             self.compare(length)
-        self.play(self.trace.forward, resident)
+        self.play(self.trace.forward, self.trace.forward_spans, resident)
         kept = co.resident - sum(self.numel[p] for p in self.persist if co.status[p] != PARTITIONED)
-        self.phase = "backward"
-        self.play(self.trace.backward, resident)
+        self.enter("backward")
+        self.play(self.trace.backward, self.trace.backward_spans, resident)
         self.bucket.flush()
+        self.note(0)
         co.release_backward_leftovers()
+        self.enter("")
         if key is not None and not co.inflight:
-            self.memo[key] = self.out, resident, kept, co.state()
+            happened = self.lanes.since_mark(begin) if self.lanes else None
+            self.memo[key] = self.out, resident, kept, dict(self.peaks), happened, co.state()
         return self.out, resident, kept
 
-    def play(self, events: list[list], resident: list[int]) -> None:
-        co = self.coordinator
-        for kind, index, *rest in events:
+    def note(self, activations: int) -> None:
+        """Keep the fullest moment of this phase."""
+        now = [self.coordinator.gathered.take_high(), activations, self.bucket.take_high() * BYTES[self.dtype]]
+        if sum(now) > sum(self.peaks.get(self.phase, ())):
+            self.peaks[self.phase] = now
+
+    def play(self, events: list[list], spans: list[list[int]], resident: list[int]) -> None:
+        co, lanes = self.coordinator, self.lanes
+        spans = spans or [[0] * 5] * (len(events) + 1)
+        self.note(spans[0][1])
+        if lanes:
+            lanes.compute(*spans[0][2:])
+        for (kind, index, *rest), (live, peak, *work) in zip(events, spans[1:]):
+            if lanes and kind not in (mt.GRADIENT, mt.LINEAR, mt.ACCESS):
+                lanes.hook()
             if kind == mt.PRE_FORWARD:
                 co.fetch_sub_module(index, forward=True)
             elif kind == mt.POST_FORWARD:
@@ -303,9 +366,14 @@ class _Engine:
             elif kind == mt.LINEAR:
                 if co.status[index] == PARTITIONED:  # gathered for this one product, then freed
                     self.gather([index], LINEAR)
+                    co.gathered.once(index)
             else:
                 co.access(index, rest[0])
             resident.append(co.resident)
+            self.note(live)
+            self.note(peak)
+            if lanes:
+                lanes.compute(*work)
 
     def optimizer_step(self, skipped: bool) -> None:
         self.coordinator.release_and_reset_all()
@@ -313,10 +381,27 @@ class _Engine:
             self.emit("all_reduce", 1, 1, OVERFLOW)
             if skipped:
                 return
-        for _ in range(self.sub_groups):
+        for _ in self.tiles:
             self.emit("all_reduce", 1, 4 if self.z["offload_optimizer"] else 8, NORM)
+        self.update()
         for p in self.persist:
             self.coordinator.gather_now(p, PERSIST if self.world > 1 or self.sequential or len(self.persist) == 1 else NOTHING)
+
+
+    def update(self) -> None:
+        """Time of the optimizer itself."""
+        if not self.lanes:
+            return
+        here, away = on_host(self.z["offload_optimizer"], self.tiles)
+        size, moved = BYTES[self.trainable_dtype], sum(away)
+        # Gradients go to the host in every micro-step and once more in 32 bit; they come back to be added to, and for the norm.
+        self.lanes.optimizer(here, moved, moved * (size * self.accumulation + 4), moved * size * (self.accumulation + 1))
+
+
+def on_host(offload: Mapping | None, tiles: list[int]) -> tuple[list[int], list[int]]:
+    """Sub-groups on the device and on the host: an `offload_optimizer` section's `ratio` leaves the first ones on the device."""
+    here = int((1 - offload.get("ratio", 1.0)) * len(tiles)) if offload else len(tiles)
+    return tiles[:here], tiles[here:]
 
 
 def persistent(trace: mt.ModuleTrace, threshold: int, limit: int) -> list[int]:
