@@ -1,8 +1,9 @@
-"""The command line: `zerolab setup | run | compare | bench` (also `python -m zerolab`)."""
+"""The command line: `zerolab setup | run | plan | calibrate | compare | bench` (also `python -m zerolab`)."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -28,6 +29,27 @@ def main(arguments: list[str] | None = None) -> int:
     comparison = commands.add_parser("compare", help="two result files side by side")
     comparison.add_argument("a", type=Path)
     comparison.add_argument("b", type=Path)
+
+    plan = commands.add_parser("plan", help="what a ds_config will do: collectives, memory, seconds, before anything runs")
+    plan.add_argument("--config", type=Path, help="ds_config file (JSON or HJSON); default: DeepSpeed's stage-3 defaults in bf16")
+    plan.add_argument("--model", default="qwen2.5-14b", help="a built-in name, a config.json of transformers, or a folder with one")
+    plan.add_argument("--world", type=int, default=4, help="number of GPUs")
+    plan.add_argument("--lora", type=int, default=0, metavar="R", help="rank of the adapters; 0 trains everything")
+    plan.add_argument("--checkpointing", choices=("non-reentrant", "reentrant"), nargs="?", const="non-reentrant")
+    plan.add_argument("--micro-batch", type=int, help="sequences a GPU and micro-step (default: the config's, else 1)")
+    plan.add_argument("--seq", type=int, default=1024, help="tokens in a sequence")
+    plan.add_argument("--accumulation", type=int, help="micro-steps in a step (default: the config's, else 1)")
+    plan.add_argument("--machine", default="h200-x2-nvlink", help="whose rates: a folder of labs/results, or a machine.json")
+    plan.add_argument("--link", help="another link: nvlink, pcie-shm, gloo, a folder of labs/results, or a machine.json")
+    plan.add_argument("--gpu-memory", metavar="16GiB", help="memory of one card: says whether it fits")
+    plan.add_argument("--launcher", choices=("hf", "deepspeed"), default="hf", help="who resolves \"auto\" (DeepSpeed alone does not)")
+    plan.add_argument("--json", action="store_true", help="the plan as JSON")
+
+    calibrate = commands.add_parser("calibrate", help="measure this machine's rates for `plan`: link, device, host")
+    calibrate.add_argument("--out", type=Path, help="write machine.json here")
+    calibrate.add_argument("--world", type=int, help="number of ranks")
+    calibrate.add_argument("--from-records", metavar="FOLDER", help="fit the host's costs to the runs recorded in labs/results/FOLDER")
+    calibrate.add_argument("--rates", type=Path, help="with --from-records: the device's rates, from a calibration of one card")
 
     bench = commands.add_parser("bench", help="the course's own figures: start-up, lab times, A/A, overhead")
     bench.add_argument("which", nargs="*", help="benchmarks to run (default: all)")
@@ -106,6 +128,22 @@ def _compare(options) -> int:
         left, right = (str(r) if r else "not timed" for r in row["ratio"])
         print(f"  {row['variant']}: {same} {row['collectives']}; time ÷ first variant: A {left}, B {right}")
     return 0
+
+
+def _plan(options) -> int:
+    from zerolab import planning
+
+    found = planning.plan(options)
+    print(json.dumps(found, indent=1) if options.json else planning.describe(found))
+    return 0
+
+
+def _calibrate(options) -> int:
+    from zerolab import calibrate
+
+    if options.from_records:
+        return calibrate.from_records(options.from_records, options.rates)
+    return calibrate.main(options.out, options.world)
 
 
 def _bench(options) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from functools import cache
 
 from zerolab import knobs
 
@@ -88,6 +89,7 @@ def check(trace: ModuleTrace, z: Mapping, world: int, dtypes: tuple[str, ...]) -
         )
 
 
+@cache
 def leaf_classes() -> frozenset[str]:
     """Classes that DeepSpeed treats as leaf modules without being asked."""
     tree = ast.parse(knobs.source("runtime/zero/leaf_module_config.py"))

@@ -1,0 +1,214 @@
+"""`zerolab calibrate`: the rates of this machine that a prediction of time needs, measured in about a minute and kept as `machine.json`.
+
+Every rate is the median of repetitions with nothing attached. What the host spends on a module's hook, a collective and an optimizer
+sub-group is found by difference, between small engines that differ in exactly that.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+
+from zerolab import machine
+from zerolab.experiment import ZerolabError, call
+from zerolab.progress import Progress
+
+SMALL = {"size": "tiny", "hidden": 64, "ffn": 128, "layers": 16, "vocab": 512}
+LATENCY = 20e-6  # s of one NCCL collective between two cards: assumed, and hidden behind the host's own cost of one
+VARIANTS = {
+    # everything stays gathered: hooks alone; then many small gathers, few large ones, many sub-groups
+    "persistent": {"stage3_param_persistence_threshold": 1e9},
+    "single gathers": {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0},
+    "joint gathers": {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 5e8, "stage3_max_reuse_distance": 0},
+    "many tiles": {"stage3_param_persistence_threshold": 1e9, "sub_group_size": 1},
+}
+
+
+def main(out: Path | None, world: int | None = None) -> int:
+    """Measure, print, save in `out` (default: machine.json in this machine's folder of results)."""
+    world = world or machine.world_size()
+    if world < 2:
+        raise ZerolabError("at least two ranks are needed: one has no link to measure")
+    from zerolab.report import results_folder
+
+    out = out or results_folder() / "machine.json"
+    bar = Progress(2, "calibrating: rates of the device and the link")
+    try:
+        rates = call({"call": "zerolab.calibrate:rates", "limit": 300, "variants": {"adam": {"zero": {"offload_optimizer": {"device": "cpu"}}}}}, world)
+        bar.update()
+        bar.say("calibrating: what the host spends on hooks, collectives, sub-groups")
+        costs = call({"call": "zerolab.calibrate:costs", "arguments": {"specs": specs(world)}, "limit": 300}, world)
+        bar.update()
+    finally:
+        bar.close()
+    found = {key: statistics.median(r[key] for r in rates) for key in rates[0]}
+    found.update(solve({key: statistics.median(c[key] for c in costs) for key in costs[0]}, found, world))
+    found.update(name=machine.folder_name(world), source=f"zerolab calibrate, {world} ranks", shared=machine.tier(world) == "cpu")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"machine": found, "provenance": machine.provenance(world, "zerolab calibrate")}, indent=1))
+    for key, value in found.items():
+        print(f"  {key:12} {value:.4g}" if isinstance(value, float) else f"  {key:12} {value}")
+    print(f"saved in {out}")
+    return 0
+
+
+def from_records(folder: str, rates_file: Path) -> int:
+    """For cards that can no longer be asked: host costs fitted to the runs recorded in a folder, the link bounded by them, the device's
+    own rates from a calibration of one such card. Written to the folder's machine.json."""
+    from zerolab.report import RESULTS
+
+    measured = json.loads(rates_file.read_text())
+    job = {"work": "plain", "call": "zerolab.predict.fit:from_folder", "threads": 1, "limit": 300, "arguments": {"folder": folder}}
+    fitted = call(job, world=1)[0]
+    found = {**measured["rates"], **fitted, "name": folder, "shared": False}
+    found["latency"] = LATENCY
+    found["source"] = (
+        f"device rates: zerolab calibrate on {measured['provenance']['devices'][0]}, {measured['provenance']['date']}; host costs: fitted to "
+        f"the step times recorded in {folder}; bandwidth: at least that of its fastest recorded timeline; latency: assumed"
+    )
+    path = RESULTS / folder / "machine.json"
+    path.write_text(json.dumps({"machine": found, "provenance": measured["provenance"]}, indent=1))
+    print(f"saved in {path}")
+    return 0
+
+
+def specs(world: int) -> dict[str, dict]:
+    from zerolab.experiment import Experiment
+
+    experiment = Experiment("calibrate", VARIANTS, model=SMALL, seq=16, world=world)
+    return {label: experiment.spec(label) for label in VARIANTS}
+
+
+def solve(seconds: dict[str, float], rates: dict[str, float], world: int) -> dict[str, float]:
+    """Host seconds of a hook, a collective, a parameter in it, a tile; from the engines' times and their predicted schedules."""
+    job = {"work": "plain", "call": "zerolab.calibrate:counts", "threads": 1, "arguments": {"specs": specs(world), "world": world}}
+    counts = call(job, world=1)[0]
+    plain = counts["persistent"]
+    # On a CPU the wire is waited for, so it is taken off; on a GPU it runs beside the host.
+    wire = rates["latency"] if machine.tier(world) == "cpu" else 0.0
+
+    def gathers(label):
+        return seconds[label] - seconds["persistent"] - wire * (counts[label]["collectives"] - plain["collectives"])
+
+    hook = max(0.0, seconds["persistent"] - plain["operators"] * rates["operator"]) / plain["hooks"]
+    (n, p), (m, q) = [
+        [counts[label][key] - plain[key] for key in ("collectives", "parameters")] for label in ("single gathers", "joint gathers")
+    ]
+    joint, single = gathers("joint gathers"), gathers("single gathers")
+    parameter = max(0.0, (joint * n - single * m) / (q * n - p * m))
+    collective = max(0.0, (single - p * parameter) / n)
+    tile = (seconds["many tiles, step"] - seconds["persistent, step"]) / (counts["many tiles"]["tiles"] - plain["tiles"])
+    return {"hook": hook, "collective": collective, "parameter": parameter, "tile": max(0.0, tile)}
+
+
+def counts(specs: dict[str, dict], world: int) -> dict[str, dict[str, int]]:
+    """What each engine does in forward and backward of a step, worked out; runs where torch is."""
+    from zerolab.predict.config import arguments
+    from zerolab.predict.fit import features
+    from zerolab.predict.schedule import schedule
+    from zerolab.predict.specs import trace_of
+    from zerolab.ranks.engine import ds_config
+
+    found = {}
+    for label, spec in specs.items():
+        trace = trace_of(spec)
+        found[label] = features(trace, schedule(trace, world=world, **arguments(ds_config(spec))), phases=("forward", "backward"))
+    return found
+
+
+# --- on the ranks ---
+
+
+def median_of(run, device: str, repeat: int = 7) -> float:
+    import torch
+
+    samples = []
+    for _ in range(repeat + 2):
+        if device != "cpu":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        samples.append(time.perf_counter() - begin)
+    return statistics.median(samples[2:])
+
+
+def rates(rank: int, world: int, device: str) -> dict[str, float]:
+    """Rates of the device, the link, the host's Adam and the copies between host and device. All ranks measure at the same time."""
+    import torch
+    import torch.distributed as dist
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    cuda = device != "cpu"
+    n = 8192 if cuda else 768
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in "ab")
+    found = {"flops": 2 * n**3 / median_of(lambda: a @ b, device)}
+    block = torch.empty(2**28 if cuda else 2**23, device=device)
+    other = torch.empty_like(block)
+    found["memory"] = 2 * 4 * block.numel() / median_of(lambda: other.copy_(block), device)
+
+    sizes = [2**k for k in (range(14, 29, 2) if cuda else range(12, 24, 2))]
+    points = []
+    for size in sizes:
+        full = torch.empty(size, device=device, dtype=torch.uint8)
+        part = full.chunk(world)[rank].clone()
+        dist.barrier()
+        points.append((size * (world - 1) / world, median_of(lambda: dist.all_gather_into_tensor(full, part), device)))
+    found["latency"] = statistics.median(t for _, t in points[:3])
+    size, seconds = points[-1]
+    found["bandwidth"] = size / max(seconds - found["latency"], 1e-9)
+
+    elements = 2**24 if cuda else 2**21
+    parameter = torch.nn.Parameter(torch.zeros(elements))
+    parameter.grad = torch.zeros(elements)
+    adam = DeepSpeedCPUAdam([parameter])
+    found["adam_host"] = elements / median_of(adam.step, "cpu")
+    host = torch.empty(2**26 if cuda else 2**23, dtype=torch.uint8)
+    there = torch.empty_like(host, device=device)
+    found["pageable"] = host.numel() / median_of(lambda: there.copy_(host), device)
+    if cuda:
+        host = host.pin_memory()
+    found["pinned"] = host.numel() / median_of(lambda: there.copy_(host, non_blocking=True), device)
+    found["operator"] = operator_seconds(device)
+    return found
+
+
+def operator_seconds(device: str) -> float:
+    """Host seconds for one operator of the small model's forward and backward in plain PyTorch."""
+    import torch
+
+    from zerolab.model import build
+    from zerolab.predict.meter import Meter
+
+    arguments = {k: v for k, v in SMALL.items()}
+    model = build(**arguments).to(device, torch.bfloat16)
+    batch = model.batch(1, 16, device, 0)
+
+    def run():
+        model(*batch).backward()
+
+    with Meter() as meter:
+        run()
+    return median_of(run, device) / meter.operators
+
+
+def costs(rank: int, world: int, device: str, specs: dict[str, dict]) -> dict[str, float]:
+    """Seconds of forward and backward of each small engine, and of the optimizer step of some."""
+    from zerolab.ranks.engine import Engine
+    from zerolab.ranks.rank import Clock
+
+    clock, found = Clock(device), {}
+    engines = {label: Engine(spec, rank, device) for label, spec in specs.items()}
+    samples: dict[str, list[dict]] = {label: [] for label in engines}
+    for turn in range(12):
+        for label, engine in engines.items():
+            sample = clock.measure(engine)
+            if turn >= 4:
+                samples[label].append(sample)
+    for label, taken in samples.items():
+        found[label] = statistics.median(s["forward"] + s["backward"] for s in taken)
+        found[f"{label}, step"] = statistics.median(s["step"] for s in taken)
+    return found

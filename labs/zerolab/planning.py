@@ -1,0 +1,114 @@
+"""`zerolab plan`: from the command line's words to `predict.plan`, which runs where torch is."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from zerolab import report, userconfig
+from zerolab.experiment import ZerolabError, call
+from zerolab.model import SIZES
+from zerolab.predict.plan import describe
+from zerolab.predict.time import Machine
+from zerolab.progress import Progress
+
+__all__ = ["describe", "machine", "plan"]
+
+LINKS = {"nvlink": "h200-x2-nvlink", "pcie-shm": "h200-x2-shm", "gloo": "cpu-x4"}
+UNITS = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def machine(name: str) -> Machine:
+    """A machine's rates by the name of a link, of a folder in labs/results, or from a file. Raises ZerolabError."""
+    path = Path(name) if name.endswith(".json") else report.results_folder(LINKS.get(name, name)) / "machine.json"
+    try:
+        return Machine.load(path)
+    except OSError:
+        known = sorted(folder for folder in report.recorded_machines() if (report.RESULTS / folder / "machine.json").exists())
+        raise ZerolabError(f"no rates of {name!r}; there are {', '.join(known)}, and `zerolab calibrate` measures yours") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ZerolabError(f"{path} holds no machine's rates: {error}") from None
+
+
+def size(text: str) -> float:
+    """Bytes in "16GiB", "24 GB" or "80e9". Raises ZerolabError."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmg]i?b)?\s*", text, re.IGNORECASE)
+    if not match:
+        raise ZerolabError(f"{text!r} is no size; write 16GiB or 24GB")
+    return float(match[1]) * UNITS[(match[2] or "").lower()]
+
+
+def hidden_size(model: str) -> int:
+    """Of a built-in model or a config.json. Raises ZerolabError."""
+    if model in SIZES:
+        return SIZES[model]["hidden"]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text())
+    except OSError:
+        raise ZerolabError(f"{model}: neither a config.json, nor a folder with one, nor one of {', '.join(SIZES)}") from None
+    except ValueError as error:
+        raise ZerolabError(f"{path} is not JSON: {error}") from None
+    found = config.get("hidden_size") or (config.get("text_config") or {}).get("hidden_size")
+    if not found:
+        raise ZerolabError(f'{path} has no hidden_size: write numbers in place of "auto"')
+    return found
+
+
+def resolved(config: dict, model: str, launcher: str, micro_batch: int | None, accumulation: int | None) -> dict:
+    """A ds_config with every "auto" replaced as Hugging Face's Trainer does it for bf16. Raises ZerolabError where nobody can."""
+    zero = dict(config.get("zero_optimization") or {})
+    if zero.get("stage", 3) != 3:
+        raise ZerolabError(f"zero_optimization.stage is {zero['stage']}; this plans stage 3")
+    if launcher == "deepspeed" and (auto := _autos(config)):
+        raise ZerolabError(f'{", ".join(auto)}: "auto" is Hugging Face\'s; DeepSpeed alone refuses it. Write numbers, or use --launcher hf')
+    if "auto" in zero.values():
+        zero = userconfig.resolve_auto(zero, hidden_size(model))
+    found = {**config, "zero_optimization": {"stage": 3, **zero}}
+    halves = [found.get(kind) or {} for kind in ("bf16", "fp16")]
+    if not any(half.get("enabled") is True for half in halves) and (not config or any(h.get("enabled") == "auto" for h in halves)):
+        found = {**found, "bf16": {"enabled": True}, "fp16": {"enabled": False}}
+    for key, value in (("train_micro_batch_size_per_gpu", micro_batch), ("gradient_accumulation_steps", accumulation)):
+        given = found.get(key, 1)
+        found[key] = value or (1 if given == "auto" else int(given))
+    return found
+
+
+def _autos(config: dict, prefix: str = "") -> list[str]:
+    found = []
+    for key, value in config.items():
+        if value == "auto":
+            found.append(prefix + key)
+        elif isinstance(value, dict):
+            found += _autos(value, f"{prefix}{key}.")
+    return found
+
+
+def plan(options) -> dict:
+    """The plan that the options of `zerolab plan` ask for. Raises ZerolabError with what to change."""
+    config = userconfig.read(options.config) if options.config else {}
+    config = resolved(config, options.model, options.launcher, options.micro_batch, options.accumulation)
+    rates = machine(options.machine)
+    if options.link:
+        rates = rates.linked(machine(options.link))
+    model = {
+        "model": options.model,
+        "lora": options.lora,
+        "checkpointing": options.checkpointing,
+        "micro_batch": config["train_micro_batch_size_per_gpu"],
+        "seq": options.seq,
+    }
+    arguments = {
+        "model": model,
+        "ds_config": config,
+        "world": options.world,
+        "machine": rates.to_json(),
+        "gpu_memory": size(options.gpu_memory) if options.gpu_memory else None,
+    }
+    bar = Progress(1, "planning: importing torch, building the model without weights", show=not options.json)
+    try:
+        return call({"work": "plain", "call": "zerolab.predict.models:plan_json", "arguments": arguments, "threads": 1}, world=1)[0]
+    finally:
+        bar.close()

@@ -1,0 +1,61 @@
+"""A model by name or by its Hugging Face config, as a ModuleTrace. Needs torch; transformers and peft for a config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zerolab.model import SIZES
+
+
+def trace_of(model: str, lora: int = 0, checkpointing: str | None = None, micro_batch: int = 1, seq: int = 1024, linear: bool = True):
+    """The ModuleTrace of a model in bf16.
+
+    model: a name of `zerolab.model.SIZES`, or a config.json of transformers, or a folder that holds one. lora: rank of adapters on all
+    linear layers. checkpointing: "reentrant" or "non-reentrant". Raises FileNotFoundError, ValueError for an unknown architecture.
+    """
+    if model in SIZES:
+        from .specs import trace_of as built_in
+
+        spec = {"model": {"size": model, "lora": lora, "checkpointing": checkpointing}, "micro_batch": micro_batch, "seq": seq}
+        zero = {"memory_efficient_linear": linear}
+        return built_in({**spec, "accumulation": 1, "zero": zero})
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"{model}: neither a config.json, nor a folder with one, nor one of {', '.join(SIZES)}")
+    return from_config(path, lora, checkpointing, micro_batch, seq, linear)
+
+
+def from_config(path: Path, lora: int, checkpointing: str | None, micro_batch: int, seq: int, linear: bool):
+    """As `trace_of`, for a causal language model of transformers; adapters by peft, added after zero.Init as the Trainer does."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from .capture import capture, numbered, outside
+
+    config = AutoConfig.from_pretrained(path)
+    config.use_cache = False
+    with torch.device("meta"), numbered():
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        if lora:
+            from peft import LoraConfig, get_peft_model
+
+            with outside():
+                module = get_peft_model(module, LoraConfig(r=lora, target_modules="all-linear", task_type="CAUSAL_LM"))
+    if checkpointing:
+        module.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+        if lora:
+            module.enable_input_require_grads()
+    module.train()
+    ids = torch.zeros(micro_batch, seq, dtype=torch.long, device="meta")
+    return capture(module, {"input_ids": ids, "labels": ids}, linear=linear)
+
+
+def plan_json(model: dict, ds_config: dict, world: int, machine: dict, gpu_memory: float | None, keep: bool = False) -> dict:
+    """`plan()` of a model that is built here: what a rank process runs for the command line. model: arguments of `trace_of`."""
+    from .config import arguments, resolve
+    from .plan import plan
+    from .time import Machine
+
+    linear = bool(resolve(arguments(ds_config)["config"])["memory_efficient_linear"])
+    return plan(trace_of(**model, linear=linear), ds_config, world, Machine(**machine), gpu_memory, keep=keep)
