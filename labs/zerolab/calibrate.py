@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 from zerolab import machine
@@ -156,7 +157,8 @@ def rates(rank: int, world: int, device: str) -> dict[str, float]:
         full = torch.empty(size, device=device, dtype=torch.uint8)
         part = full.chunk(world)[rank].clone()
         dist.barrier()
-        points.append((size * (world - 1) / world, median_of(lambda: dist.all_gather_into_tensor(full, part), device)))
+        seconds = median_of(partial(dist.all_gather_into_tensor, full, part), device)
+        points.append((size * (world - 1) / world, seconds))
     found["latency"] = statistics.median(t for _, t in points[:3])
     size, seconds = points[-1]
     found["bandwidth"] = size / max(seconds - found["latency"], 1e-9)

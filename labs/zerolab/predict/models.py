@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zerolab.model import SIZES
+from zerolab.model import SIZES, shape
+
+from . import family
 
 
 def trace_of(model: str, lora: int = 0, checkpointing: str | None = None, micro_batch: int = 1, seq: int = 1024, linear: bool = True):
@@ -14,16 +16,30 @@ def trace_of(model: str, lora: int = 0, checkpointing: str | None = None, micro_
     linear layers. checkpointing: "reentrant" or "non-reentrant". Raises FileNotFoundError, ValueError for an unknown architecture.
     """
     if model in SIZES:
-        from .specs import trace_of as built_in
-
-        spec = {"model": {"size": model, "lora": lora, "checkpointing": checkpointing}, "micro_batch": micro_batch, "seq": seq}
-        zero = {"memory_efficient_linear": linear}
-        return built_in({**spec, "accumulation": 1, "zero": zero})
+        return family.deepen(shallow(model, lora, checkpointing, micro_batch, seq, linear), shape(model)["layers"])
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"{model}: neither a config.json, nor a folder with one, nor one of {', '.join(SIZES)}")
     return from_config(path, lora, checkpointing, micro_batch, seq, linear)
+
+
+def shallow(size: str, lora: int, checkpointing: str | None, micro_batch: int, seq: int, linear: bool = True):
+    """The trace of a built-in model with only as many layers as a family needs."""
+    from .specs import trace_of as captured
+
+    model = {"size": size, "lora": lora, "checkpointing": checkpointing, "layers": family.SHALLOW}
+    zero = {"memory_efficient_linear": linear}
+    return captured({"model": model, "micro_batch": micro_batch, "seq": seq, "accumulation": 1, "zero": zero})
+
+
+def family_of(size: str, lora: bool, checkpointing: str | None) -> family.Family:
+    """The family of a built-in model: all its batch sizes, sequence lengths and adapter ranks."""
+
+    def capture(micro_batch, seq, rank):
+        return shallow(size, rank, checkpointing, micro_batch, seq)
+
+    return family.build(shape(size)["layers"], lora, capture)
 
 
 def from_config(path: Path, lora: int, checkpointing: str | None, micro_batch: int, seq: int, linear: bool):
