@@ -25,6 +25,7 @@ VARIANTS = {
     "joint gathers": {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 5e8, "stage3_max_reuse_distance": 0},
     "many tiles": {"stage3_param_persistence_threshold": 1e9, "sub_group_size": 1},
 }
+ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 
 
 def main(out: Path | None, world: int | None = None) -> int:
@@ -35,17 +36,21 @@ def main(out: Path | None, world: int | None = None) -> int:
     from zerolab.report import results_folder
 
     out = out or results_folder() / "machine.json"
-    bar = Progress(2, "calibrating: rates of the device and the link")
+    bar = Progress(3, "calibrating: rates of the device and the link")
     try:
-        rates = call({"call": "zerolab.calibrate:rates", "limit": 300, "variants": {"adam": {"zero": {"offload_optimizer": {"device": "cpu"}}}}}, world)
+        rates = call({"call": "zerolab.calibrate:rates", "limit": 300}, world)
         bar.update()
         bar.say("calibrating: what the host spends on hooks, collectives, sub-groups")
         costs = call({"call": "zerolab.calibrate:costs", "arguments": {"specs": specs(world)}, "limit": 300}, world)
+        bar.update()
+        bar.say("calibrating: an optimizer step on the host")
+        on_host = call({"call": "zerolab.calibrate:host_step", "arguments": {"variants": {"host": host_spec(world)}}, "limit": 300}, world)
         bar.update()
     finally:
         bar.close()
     found = {key: statistics.median(r[key] for r in rates) for key in rates[0]}
     found.update(solve({key: statistics.median(c[key] for c in costs) for key in costs[0]}, found, world))
+    found["host_step"] = statistics.median(on_host)
     found.update(name=machine.folder_name(world), source=f"zerolab calibrate, {world} ranks", shared=machine.tier(world) == "cpu")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"machine": found, "provenance": machine.provenance(world, "zerolab calibrate")}, indent=1))
@@ -61,7 +66,7 @@ def from_records(folder: str, rates_file: Path) -> int:
     from zerolab.report import RESULTS
 
     measured = json.loads(rates_file.read_text())
-    job = {"work": "plain", "call": "zerolab.predict.fit:from_folder", "threads": 1, "limit": 300, "arguments": {"folder": folder}}
+    job = {"work": "plain", "call": "zerolab.predict.recorded:from_folder", "threads": 1, "limit": 300, "arguments": {"folder": folder}}
     fitted = call(job, world=1)[0]
     found = {**measured["rates"], **fitted, "name": folder, "shared": False}
     found["latency"] = LATENCY
@@ -80,6 +85,14 @@ def specs(world: int) -> dict[str, dict]:
 
     experiment = Experiment("calibrate", VARIANTS, model=SMALL, seq=16, world=world)
     return {label: experiment.spec(label) for label in VARIANTS}
+
+
+def host_spec(world: int) -> dict:
+    """An engine whose optimizer lives on the host: large enough on a GPU that its elements count, not its calls."""
+    from zerolab.experiment import Experiment
+
+    wide = {"hidden": 1024, "ffn": 4096} if machine.tier(world) == "gpu" else {}
+    return Experiment("calibrate", {"host": ON_HOST}, model={"size": "tiny", **wide}, seq=16, world=world).spec("host")
 
 
 def solve(seconds: dict[str, float], rates: dict[str, float], world: int) -> dict[str, float]:
@@ -141,7 +154,6 @@ def rates(rank: int, world: int, device: str) -> dict[str, float]:
     """Rates of the device, the link, the host's Adam and the copies between host and device. All ranks measure at the same time."""
     import torch
     import torch.distributed as dist
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     cuda = device != "cpu"
     n = 8192 if cuda else 768
@@ -163,19 +175,26 @@ def rates(rank: int, world: int, device: str) -> dict[str, float]:
     size, seconds = points[-1]
     found["bandwidth"] = size / max(seconds - found["latency"], 1e-9)
 
-    elements = 2**24 if cuda else 2**21
-    parameter = torch.nn.Parameter(torch.zeros(elements))
-    parameter.grad = torch.zeros(elements)
-    adam = DeepSpeedCPUAdam([parameter])
-    found["adam_host"] = elements / median_of(adam.step, "cpu")
-    host = torch.empty(2**26 if cuda else 2**23, dtype=torch.uint8)
-    there = torch.empty_like(host, device=device)
-    found["pageable"] = host.numel() / median_of(lambda: there.copy_(host), device)
-    if cuda:
-        host = host.pin_memory()
-    found["pinned"] = host.numel() / median_of(lambda: there.copy_(host, non_blocking=True), device)
+    for kind in ("pageable", "pinned"):
+        found[kind] = copy_rate(device, pinned=kind == "pinned")
     found["operator"] = operator_seconds(device)
     return found
+
+
+def copy_rate(device: str, pinned: bool) -> float:
+    """Bytes/s from host memory that no cache holds (shards of a model are read once a pass)."""
+    import torch
+
+    size, pieces = (2**25, 64) if device != "cpu" else (2**20, 64)
+    host = torch.ones(pieces, size, dtype=torch.uint8)
+    if pinned and device != "cpu":
+        host = host.pin_memory()
+
+    def run():
+        for piece in host:
+            piece.to(device, copy=True)
+
+    return host.numel() / median_of(run, device, repeat=3)
 
 
 def operator_seconds(device: str) -> float:
@@ -214,3 +233,13 @@ def costs(rank: int, world: int, device: str, specs: dict[str, dict]) -> dict[st
         found[label] = statistics.median(s["forward"] + s["backward"] for s in taken)
         found[f"{label}, step"] = statistics.median(s["step"] for s in taken)
     return found
+
+
+def host_step(rank: int, world: int, device: str, variants: dict[str, dict]) -> float:
+    """Elements/s of an optimizer step on the host, as this rank's share goes through it."""
+    from zerolab.ranks.engine import Engine
+    from zerolab.ranks.rank import Clock
+
+    clock, engine = Clock(device), Engine(variants["host"], rank, device)
+    samples = [clock.measure(engine)["step"] for _ in range(8)]
+    return sum(t.numel() for t in engine.optimizer.fp32_partitioned_groups_flat) / statistics.median(samples[3:])

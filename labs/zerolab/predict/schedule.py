@@ -394,8 +394,8 @@ class _Engine:
             return
         here, away = on_host(self.z["offload_optimizer"], self.tiles)
         size, moved = BYTES[self.trainable_dtype], sum(away)
-        # Gradients go to the host in every micro-step and once more in 32 bit; they come back to be added to, and for the norm.
-        self.lanes.optimizer(here, moved, moved * (size * self.accumulation + 4), moved * size * (self.accumulation + 1))
+        # Gradients go to the host in every micro-step and once more in 32 bit; they come back to be added to.
+        self.lanes.optimizer(here, moved, moved * (size * (2 * self.accumulation - 1) + 4))
 
 
 def on_host(offload: Mapping | None, tiles: list[int]) -> tuple[list[int], list[int]]:

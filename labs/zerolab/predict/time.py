@@ -21,8 +21,8 @@ class Machine:
     flops: 16-bit matrix products, operations/s. memory: device memory, bytes/s. operator, hook, collective, parameter: host seconds
     for one operator, one module hook of ZeRO-3, one collective, one parameter in it. tile: seconds for one optimizer sub-group.
     latency (s) and bandwidth (bytes/s) of the link as a ring uses it: bytes · (N-1)/N ÷ s ("bus bandwidth" of nccl-tests).
-    adam_host: elements/s of DeepSpeed's CPU Adam. pinned, pageable: bytes/s between host and device. shared: computing is done by
-    the thread that also runs the hooks (CPU ranks).
+    host_step: elements/s of a whole optimizer step on the host (norm, unscaling, DeepSpeed's CPU Adam, new weights to the device).
+    pinned, pageable: bytes/s between host and device. shared: computing is done by the thread that also runs the hooks (CPU ranks).
     """
 
     name: str
@@ -36,7 +36,7 @@ class Machine:
     tile: float
     latency: float
     bandwidth: float
-    adam_host: float
+    host_step: float
     pinned: float
     pageable: float
     shared: bool = False
@@ -61,7 +61,7 @@ class Lanes:
     def __init__(self, machine: Machine, world: int, overlap: bool, pinned: bool, keep: bool = False):
         self.machine, self.share, self.overlap = machine, (world - 1) / world, overlap
         self.copy_rate = machine.pinned if pinned else machine.pageable
-        self.pinned, self.keep = pinned, keep
+        self.keep = keep
         self.begin()
 
     def begin(self) -> None:
@@ -150,10 +150,10 @@ class Lanes:
         return self._work("link", (m.latency + size * self.share / m.bandwidth) if self.share else 0.0, after)
 
     def _copy(self, size: float) -> float:
-        end = self._work("copies", size / self.copy_rate, after=self.at["host"])
-        if not self.pinned:
-            self.at["host"] = max(self.at["host"], end)
-        return end
+        """Between host and device. The host waits, also for pinned memory: DeepSpeed calls `.to(device)` without `non_blocking`
+        (_all_gather_sequential, _all_gather_dtype in deepspeed/runtime/zero/partition_parameters.py)."""
+        self.at["host"] = self._work("copies", size / self.copy_rate, after=self.at["host"])
+        return self.at["host"]
 
     def wait(self, params: list[int]) -> None:
         """What a module needs is there. Streams wait for all gathers issued so far, a CPU rank for its own parameters."""
@@ -172,8 +172,8 @@ class Lanes:
         if self.machine.shared:
             self.at["host"] = max(self.at["host"], end)
 
-    def optimizer(self, tiles_here: list[int], away: int, to_host: float, to_device: float) -> None:
-        """The step: tiles on the device one by one, elements on the host, and their traffic."""
+    def optimizer(self, tiles_here: list[int], away: int, traffic: float) -> None:
+        """The step: tiles on the device one by one, then elements on the host. traffic: bytes of gradients between the two."""
         m = self.machine
         self.settle()
         for tile in tiles_here:
@@ -181,9 +181,8 @@ class Lanes:
             end = self._work("compute", 48 * tile / m.memory, after=self.at["host"])  # 12 passes over 32-bit words
             self.at["host"] = max(self.at["host"], end) if m.shared else self.at["host"]
         if away:
-            self._work("copies", to_host / self.copy_rate, after=self.settle())
-            self._work("host", m.tile + away / m.adam_host, after=self.settle())
-            self._work("copies", to_device / self.copy_rate, after=self.settle())
+            self._work("copies", traffic / self.copy_rate, after=self.settle())
+            self._work("host", away / m.host_step, after=self.settle())
         self.settle()
 
 
