@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 from zerolab import report, userconfig
@@ -58,7 +59,10 @@ def hidden_size(model: str) -> int:
 
 
 def resolved(config: dict, model: str, launcher: str, micro_batch: int | None, accumulation: int | None) -> dict:
-    """A ds_config with every "auto" replaced as Hugging Face's Trainer does it for bf16. Raises ZerolabError where nobody can."""
+    """A ds_config with every "auto" replaced as Hugging Face's Trainer does it for bf16. Raises ZerolabError where nobody can.
+
+    Blocks that people share seldom say the precision: without a bf16 and fp16 section this takes bf16 (DeepSpeed itself, fp32).
+    """
     zero = dict(config.get("zero_optimization") or {})
     if zero.get("stage", 3) != 3:
         raise ZerolabError(f"zero_optimization.stage is {zero['stage']}; this plans stage 3")
@@ -68,7 +72,7 @@ def resolved(config: dict, model: str, launcher: str, micro_batch: int | None, a
         zero = userconfig.resolve_auto(zero, hidden_size(model))
     found = {**config, "zero_optimization": {"stage": 3, **zero}}
     halves = [found.get(kind) or {} for kind in ("bf16", "fp16")]
-    if not any(half.get("enabled") is True for half in halves) and (not config or any(h.get("enabled") == "auto" for h in halves)):
+    if not any(halves) or any(half.get("enabled") == "auto" for half in halves):
         found = {**found, "bf16": {"enabled": True}, "fp16": {"enabled": False}}
     for key, value in (("train_micro_batch_size_per_gpu", micro_batch), ("gradient_accumulation_steps", accumulation)):
         given = found.get(key, 1)
@@ -89,6 +93,8 @@ def _autos(config: dict, prefix: str = "") -> list[str]:
 def plan(options) -> dict:
     """The plan that the options of `zerolab plan` ask for. Raises ZerolabError with what to change."""
     config = userconfig.read(options.config) if options.config else {}
+    if config and not (config.get("bf16") or config.get("fp16")):
+        print("zerolab: no bf16 or fp16 section; planned in bf16 (DeepSpeed alone would train in fp32)", file=sys.stderr)
     config = resolved(config, options.model, options.launcher, options.micro_batch, options.accumulation)
     rates = machine(options.machine)
     if options.link:

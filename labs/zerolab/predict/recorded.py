@@ -26,10 +26,13 @@ def reports(folder: str) -> list[Report]:
 
 
 def _timed(found: list[Report]):
+    """Timed variants whose optimizer and threads are those that a Machine's rates stand for."""
     for report in found:
+        usual = report.provenance["threads"]
         for variant in report:
-            if variant.times():
-                yield report, variant, variant.data["variant"]
+            spec = variant.data["variant"]
+            if variant.times() and spec.get("threads", usual) == usual and "optimizer" not in spec["ds_config"]:
+                yield report, variant, spec
 
 
 def rows(found: list[Report]) -> list[dict]:
