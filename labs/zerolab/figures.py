@@ -5,15 +5,15 @@ Labels inside figures are short English or symbols. Variants keep one colour thr
 
 from __future__ import annotations
 
-import html
-import math
-import re
-
 import matplotlib
 import matplotlib.pyplot as plt
 
 from zerolab import trace
 from zerolab.report import Report
+from zerolab.tables import compared, gib, human, predicted, recorded_memory, recorded_ratios, saved, summary, table
+
+# A lab says figures.table(...) as it says figures.ratios(...).
+__all__ = ["compared", "gib", "human", "predicted", "recorded_memory", "recorded_ratios", "saved", "summary", "table"]
 
 matplotlib.rcParams.update(
     {
@@ -34,24 +34,6 @@ PHASE = {"forward": "#56B4E9", "backward": "#0072B2", "step": "#999999"}
 OPS = {"all_gather": "#0072B2", "reduce_scatter": "#E69F00", "all_reduce": "#D55E00", "broadcast": "#999999"}
 
 
-def human(number: float, unit: str = "") -> str:
-    """1.02 B, 26.2 M, 5.1 k: three digits with a decimal prefix (k, M, B = 10³, 10⁶, 10⁹)."""
-    if number is None or (isinstance(number, float) and math.isnan(number)):
-        return "–"
-    for factor, prefix in ((1e12, "T"), (1e9, "B" if not unit else "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= factor:
-            return f"{number / factor:.3g} {prefix}{unit}"
-    return f"{number:.3g} {unit}".strip()
-
-
-def gib(number: float) -> str:
-    """Bytes as GiB, MiB or KiB with three digits."""
-    for factor, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(number) >= factor:
-            return f"{number / factor:.3g} {name}"
-    return f"{number:.0f} B"
-
-
 def note(figure, report: Report | list[Report], extra: str = ""):
     """Write the provenance line under a figure."""
     lines = [r.line + (" · emulated wire" if _emulated(r) else "") for r in ([report] if isinstance(report, Report) else report)]
@@ -68,10 +50,54 @@ def _axes(rows: int, height=0.42, width=7.2, least=1.3, columns=1):
     return figure, axes
 
 
+def _chosen(report: Report, names, part: str) -> list[str]:
+    """The variants to draw: those asked for, or all, that have this part of the data."""
+    return [n for n in (names or report.variants) if report[n].data.get(part)]
+
+
+def _bars(axis, rows, widths, ends: str = "", **look):
+    """Horizontal bars; ends: a format for the number at each end."""
+    bars = axis.barh(rows, widths, **look)
+    _ends(axis, rows, widths, ends)
+    return bars
+
+
+def _ends(axis, rows, widths, ends: str):
+    for row, width in zip(rows, widths) if ends else ():
+        axis.annotate(format(width, ends), (width, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+
+
+def _stacked(axis, parts, ends: str = ""):
+    """Stacked bars, a row for each variant. parts: (label, colour, widths); returns the containers by label. Parts of zeros are left out."""
+    left, found = [], {}
+    for label, colour, widths in parts:
+        left = left or [0.0] * len(widths)
+        if any(widths):
+            found[label] = axis.barh(range(len(widths)), widths, left=left, color=colour, label=label, height=0.62)
+            left = [a + b for a, b in zip(left, widths)]
+    _ends(axis, range(len(left)), left, ends)
+    return found
+
+
+def _rows(axis, names, xlabel: str, title: str | None, margin: float | None = 0.1, legend: int | None = None):
+    """Variants as rows, the first on top. legend: columns of a legend above the axes, 0 beside them, None without."""
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    if margin:
+        axis.margins(x=margin)
+    axis.set_xlabel(xlabel)
+    if legend:
+        axis.legend(ncols=legend, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
+    elif legend == 0:
+        axis.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1, 1))
+    if title:
+        axis.set_title(title)
+
+
 def ratios(report: Report, base: str | None = None, phase: str = "total", names=None, title: str | None = None):
     """Time of each variant over the base's, a dot with its 95 % interval; a hollow dot where the interval holds 1."""
     base = base or report.base
-    names = [n for n in (names or report.variants) if report[n].times()]
+    names = _chosen(report, names, "times")
     figure, axis = _axes(len(names), height=0.34)
     for row, name in enumerate(names):
         r = report.ratio(name, base, phase) if name != base else None
@@ -84,63 +110,38 @@ def ratios(report: Report, base: str | None = None, phase: str = "total", names=
         axis.plot(r.value, row, "o", color=colour, markerfacecolor=colour if r.sure else "white")
         axis.annotate(f"×{r.value:.2f}", (r.high, row), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
     axis.axvline(1, color="#bbbbbb", lw=1, zorder=0)
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.margins(x=0.15)
-    what = {"total": "step"}.get(phase, phase)
-    axis.set_xlabel(f"time of a {what} ÷ that of “{base}”, 95 % interval" if phase == "total" else f"{what} time ÷ that of “{base}”, 95 % interval")
-    if title:
-        axis.set_title(title)
+    what = "time of a step" if phase == "total" else f"{phase} time"
+    _rows(axis, names, f"{what} ÷ that of “{base}”, 95 % interval", title, margin=0.15)
     return note(figure, report)
 
 
 def phases(report: Report, names=None, title: str | None = None):
     """Median seconds of each variant, split into forward, backward and step."""
-    names = [n for n in (names or report.variants) if report[n].times()]
+    names = _chosen(report, names, "times")
     figure, axis = _axes(len(names), height=0.34)
-    left = [0.0] * len(names)
-    for phase, colour in PHASE.items():
-        widths = [report[n].seconds(phase) for n in names]
-        axis.barh(range(len(names)), widths, left=left, color=colour, label=phase, height=0.62)
-        left = [a + b for a, b in zip(left, widths)]
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.set_xlabel("s per optimizer step, median")
-    axis.legend(ncols=3, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
-    if title:
-        axis.set_title(title)
+    _stacked(axis, [(phase, colour, [report[n].seconds(phase) for n in names]) for phase, colour in PHASE.items()])
+    _rows(axis, names, "s per optimizer step, median", title, margin=None, legend=3)
     return note(figure, report)
 
 
 def collectives(report: Report, names=None, ops=("all_gather", "reduce_scatter"), title: str | None = None):
     """How many collectives a steady step makes, by op and phase; the number stands at each bar's end."""
-    names = [n for n in (names or report.variants) if report[n].data.get("collectives")]
+    names = _chosen(report, names, "collectives")
     shades = {("all_gather", "forward"): "#56B4E9", ("all_gather", "backward"): "#0072B2", ("all_gather", "step"): "#003f63"}
     figure, axis = _axes(len(names), height=0.36)
-    left = [0] * len(names)
-    for op in ops:
-        for phase in trace.PHASES:
-            counts = [report[n].count(op, phase) for n in names]
-            if not any(counts):
-                continue
-            colour = shades.get((op, phase), OPS.get(op, "#999999"))
-            axis.barh(range(len(names)), counts, left=left, color=colour, label=f"{op.replace('_', '-')}, {phase}", height=0.62)
-            left = [a + b for a, b in zip(left, counts)]
-    for row, total in enumerate(left):
-        axis.annotate(f"{total:,}", (total, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.margins(x=0.1)
-    axis.set_xlabel("collectives in one optimizer step (exact)")
-    axis.legend(ncols=3, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
-    if title:
-        axis.set_title(title)
+    parts = [
+        (f"{op.replace('_', '-')}, {phase}", shades.get((op, phase), OPS.get(op, "#999999")), [report[n].count(op, phase) for n in names])
+        for op in ops
+        for phase in trace.PHASES
+    ]
+    _stacked(axis, parts, ends=",.0f")
+    _rows(axis, names, "collectives in one optimizer step (exact)", title, legend=3)
     return note(figure, report)
 
 
 def timeline(report: Report, names=None, phase: str | None = None, title: str | None = None):
     """What computed and what was on the link, for one profiled step (slower than an untraced one: read shapes, not seconds)."""
-    names = [n for n in (names or report.variants) if report[n].data.get("timeline")]
+    names = _chosen(report, names, "timeline")
     lanes = {"compute": COMPUTE, "link": LINK, "copy": COPY}
     figure, axis = _axes(len(names), height=0.85, least=1.6)
     ticks, labels = [], []
@@ -169,7 +170,7 @@ def timeline(report: Report, names=None, phase: str | None = None, title: str | 
 
 def resident(report: Report, names=None, scale: int = 1, title: str | None = None):
     """Gathered elements over the events of one steady step. scale multiplies the axis (1024 in the wind tunnel)."""
-    names = [n for n in (names or report.variants) if report[n].data.get("resident")]
+    names = _chosen(report, names, "resident")
     figure, axis = plt.subplots(figsize=(7.2, 2.8), layout="constrained")
     for colour, name in zip(COLOURS, names):
         series = report[name].data["resident"]["series"]
@@ -199,160 +200,34 @@ HOLDING_LABELS = {
 
 def holdings(report: Report, names=None, title: str | None = None):
     """Bytes that one rank keeps between steps, by purpose; hatched where they live on the host of a GPU tier."""
-    names = [n for n in (names or report.variants) if report[n].holdings]
+    names = _chosen(report, names, "holdings")
     figure, axis = _axes(len(names), height=0.4)
-    left = [0.0] * len(names)
-    for colour, (part, label) in zip(COLOURS, HOLDING_LABELS.items()):
-        sizes = [report[n].holdings[part]["bytes"] / 2**20 for n in names]
-        if not any(sizes):
-            continue
-        bars = axis.barh(range(len(names)), sizes, left=left, color=colour, label=label, height=0.62)
-        for bar, n in zip(bars, names):
+    parts = [
+        (label, colour, [report[n].holdings[part]["bytes"] / 2**20 for n in names])
+        for colour, (part, label) in zip(COLOURS, HOLDING_LABELS.items())
+    ]
+    drawn = _stacked(axis, parts)
+    for part, label in HOLDING_LABELS.items():
+        for bar, n in zip(drawn.get(label, ()), names):
             if report.provenance["tier"] == "gpu" and report[n].holdings[part]["device"] == "cpu":
                 bar.set_hatch("////")
                 bar.set_edgecolor("white")
-        left = [a + b for a, b in zip(left, sizes)]
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.set_xlabel("MiB per rank between steps")
-    axis.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1, 1))
-    if title:
-        axis.set_title(title)
+    _rows(axis, names, "MiB per rank between steps", title, margin=None, legend=0)
     return note(figure, report)
-
-
-def _code(text: str) -> str:
-    """`x` as code, as in the pages' own text."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
-
-
-def table(rows: list[dict], caption: str = "", first_is_header: bool = True):
-    """Rows of {column: value} as HTML. Values are shown as they come: format them before."""
-    from IPython.display import HTML
-
-    if not rows:
-        return HTML("<p>(no rows)</p>")
-    columns = list(rows[0])
-    head = "".join(f'<th scope="col">{html.escape(str(c))}</th>' for c in columns)
-    body = []
-    for row in rows:
-        cells = []
-        for i, column in enumerate(columns):
-            value = row.get(column, "")
-            text = value.data if isinstance(value, HTML) else _code(html.escape(str(value)))
-            cells.append(f'<th scope="row">{text}</th>' if i == 0 and first_is_header else f"<td>{text}</td>")
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    heading = f"<caption>{html.escape(caption)}</caption>" if caption else ""
-    return HTML(f'<div class="pst-scrollable-table-container"><table class="table zerolab">{heading}<thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>')
-
-
-def summary(report: Report) -> str:
-    """The HTML that a report shows of itself: one row a variant."""
-    rows = []
-    for v in report:
-        seen = bool(v.data.get("collectives"))
-        row = {"variant": v.name, "status": v.status if v.ok else f"{v.status}: {v.message}"}
-        row["all-gathers F + B + step"] = " + ".join(str(v.count("all_gather", p)) for p in trace.PHASES) if seen else "–"
-        row["reduce-scatters"] = v.count("reduce_scatter") if seen else "–"
-        row["peak resident"] = human(v.peak_resident) if seen and v.data.get("resident") else "–"
-        row["step, s"] = f"{v.seconds():.3f}" if v.times() else "–"
-        row["÷ first"] = str(report.ratio(v.name)) if v.times() and report[report.base].times() and v.name != report.base else ""
-        rows.append(row)
-    return table(rows).data + f'<p class="provenance">{html.escape(report.line)}</p>'
-
-
-def predicted(prediction: dict):
-    """A table of what is predicted for each variant: collectives of a steady step, passes, residency."""
-    return table([{"variant": name, **_exact(s.steady, s.passes)} for name, s in prediction.items()])
-
-
-def _exact(step, passes: float) -> dict:
-    gathers = " + ".join(f"{step.count(op='all_gather', phase=p):,}" for p in trace.PHASES)
-    return {
-        "all-gathers F + B + step": gathers,
-        "reduce-scatters": f"{step.count(op='reduce_scatter'):,}",
-        "gathered ÷ model": f"{passes:.3f}",
-        "peak resident": human(step.peak_resident),
-    }
-
-
-def compared(report: Report, prediction: dict):
-    """What was measured, and whether every collective of the steady step is the predicted one."""
-    rows = []
-    for v in report:
-        if not v.ok:
-            rows.append({"variant": v.name, "measured": f"{v.status}: {v.message}"})
-            continue
-        gathers = " + ".join(f"{v.count('all_gather', p):,}" for p in trace.PHASES)
-        steps = prediction[v.name].steps
-        step = steps[min(len(v.data["collectives"]), len(steps)) - 1]
-        same = not trace.difference(step.collectives, v.collectives())
-        rows.append(
-            {
-                "variant": v.name,
-                "all-gathers F + B + step": gathers,
-                "reduce-scatters": f"{v.count('reduce_scatter'):,}",
-                "gathered ÷ model": f"{v.passes:.3f}",
-                "peak resident": human(v.peak_resident),
-                "as predicted": "yes, every one" if same else "NO",
-            }
-        )
-    return table(rows)
-
-
-def recorded_ratios(name: str, phase: str = "total"):
-    """The recorded GPU runs of a lab as HTML: time ratio, peak memory and counts for each variant, a table a machine.
-
-    Says plainly when there is none yet.
-    """
-    from IPython.display import HTML
-
-    from zerolab.report import recorded
-
-    parts = []
-    for report in recorded(name):
-        rows = []
-        for v in report:
-            row = {"variant": v.name}
-            if not v.ok:
-                rows.append(row | {"step, s": f"{v.status}: {v.message}"})
-                continue
-            row["step, s"] = f"{v.seconds():.3f}" if v.times() else "–"
-            timed = v.times() and report[report.base].times() and v.name != report.base
-            row["÷ first, 95 % interval"] = str(report.ratio(v.name, phase=phase)) if timed else "1"
-            allocated = v.memory.get("allocated") or v.data.get("peak", {}).get("allocated")
-            row["peak allocated"] = gib(allocated) if allocated else "–"
-            if v.data.get("collectives"):
-                row["all-gathers F + B + step"] = " + ".join(f"{v.count('all_gather', p):,}" for p in trace.PHASES)
-                row["reduce-scatters"] = f"{v.count('reduce_scatter'):,}"
-            rows.append(row)
-        parts.append(table(rows).data + f'<p class="provenance">{html.escape(report.line)}</p>')
-    return HTML("".join(parts) or "<p><em>Not recorded on GPUs yet.</em></p>")
 
 
 def host_copies(report: Report, names=None, title: str | None = None):
     """Host-to-device copies of a micro-step in units of the rank's shard, forward and backward."""
-    names = [n for n in (names or report.variants) if report[n].host_copies]
+    names = _chosen(report, names, "host_copies")
     figure, axis = _axes(len(names), height=0.36)
-    left = [0.0] * len(names)
-    for phase in ("forward", "backward"):
-        widths = []
-        for n in names:
-            v = report[n]
-            offloaded = (v.zero.get("offload_param") or {}).get("device", "none") != "none"
-            shard = v.holdings["parameters"]["bytes"] * v.data["variant"]["accumulation"]
-            widths.append(v.host_copies[phase] / shard if offloaded else 0.0)
-        axis.barh(range(len(names)), widths, left=left, color=PHASE[phase], label=phase, height=0.62)
-        left = [a + b for a, b in zip(left, widths)]
-    for row, total in enumerate(left):
-        axis.annotate(f"{total:.2f}", (total, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.margins(x=0.1)
-    axis.set_xlabel("copied from the host in a micro-step ÷ the rank's shard (exact)")
-    axis.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
-    if title:
-        axis.set_title(title)
+
+    def copied(variant, phase):
+        offloaded = (variant.zero.get("offload_param") or {}).get("device", "none") != "none"
+        shard = variant.holdings["parameters"]["bytes"] * variant.data["variant"]["accumulation"]
+        return variant.host_copies[phase] / shard if offloaded else 0.0
+
+    _stacked(axis, [(phase, PHASE[phase], [copied(report[n], phase) for n in names]) for phase in ("forward", "backward")], ends=".2f")
+    _rows(axis, names, "copied from the host in a micro-step ÷ the rank's shard (exact)", title, legend=2)
     return note(figure, report)
 
 
@@ -361,26 +236,22 @@ def alive(report: Report, expected: dict | None = None, names=None, title: str |
 
     expected: {variant: bytes per element after that backward}, drawn as a tick. Needs watch "alive".
     """
-    names = [n for n in (names or report.variants) if report[n].data.get("alive")]
+    names = _chosen(report, names, "alive")
     figure, axis = _axes(len(names), height=0.42)
+    full, rest, then = (
+        [report[n].alive(after, dtypes) / report[n].model["elements"] for n in names]
+        for after, dtypes in ((False, "float32"), (False, ""), (True, ""))
+    )
+    parts = [
+        ("32-bit, between steps", COLOURS[0], full),
+        ("16-bit, between steps", COLOURS[5], [r - f for r, f in zip(rest, full)]),
+        ("more after a backward", COLOURS[1], [max(0.0, t - r) for t, r in zip(then, rest)]),
+    ]
+    _stacked(axis, parts, ends=".1f")
     for row, n in enumerate(names):
-        v, left = report[n], 0.0
-        elements = v.model["elements"]
-        full, rest, then = (v.alive(dtypes="float32") / elements, v.alive() / elements, v.alive(True) / elements)
-        parts = (("32-bit, between steps", full, COLOURS[0]), ("16-bit, between steps", rest - full, COLOURS[5]), ("more after a backward", then - rest, COLOURS[1]))
-        for label, width, colour in parts:
-            axis.barh(row, width, left=left, color=colour, height=0.62, label=label if row == 0 else None)
-            left += max(0.0, width)
-        axis.annotate(f"{max(rest, then):.1f}", (left, row), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
         if expected and n in expected:
             axis.plot([expected[n]] * 2, [row - 0.42, row + 0.42], color="black", lw=1.4, label="the paper" if row == 0 else None)
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.margins(x=0.08)
-    axis.set_xlabel("bytes on a rank for each element of the model")
-    axis.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
-    if title:
-        axis.set_title(title)
+    _rows(axis, names, "bytes on a rank for each element of the model", title, margin=0.08, legend=2)
     return note(figure, report)
 
 
@@ -396,16 +267,8 @@ def received(reports: dict[str, Report], names=None, title: str | None = None):
         have = [(row, report[n]) for row, n in enumerate(names) if n in report.variants and report[n].data.get("collectives")]
         rows = [row + (i - (len(reports) - 1) / 2) * thick for row, _ in have]
         widths = [v.wire_bytes / (2 * v.model["elements"]) for _, v in have]
-        axis.barh(rows, widths, height=thick * 0.92, color=colour, label=label)
-        for row, width in zip(rows, widths):
-            axis.annotate(f"{width:.2f}", (width, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.margins(x=0.1)
-    axis.set_xlabel("received by a rank in one optimizer step ÷ the model in 16 bit (exact)")
-    axis.legend(ncols=len(reports), loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
-    if title:
-        axis.set_title(title)
+        _bars(axis, rows, widths, ends=".2f", height=thick * 0.92, color=colour, label=label)
+    _rows(axis, names, "received by a rank in one optimizer step ÷ the model in 16 bit (exact)", title, legend=len(reports))
     return note(figure, list(reports.values()))
 
 
@@ -414,7 +277,7 @@ def card_and_host(report: Report, names=None, scale: int = 1, title: str | None 
 
     scale multiplies the axis (1024 in the wind tunnel). On a CPU tier both are the same memory: the config decides the side.
     """
-    names = [n for n in (names or report.variants) if report[n].holdings]
+    names = _chosen(report, names, "holdings")
     figure, axis = _axes(len(names), height=0.46)
     unit, word = (2**30, "GiB") if scale > 1 else (2**20, "MiB")
     ends = {name: [0.0, 0.0] for name in names}
@@ -432,14 +295,8 @@ def card_and_host(report: Report, names=None, scale: int = 1, title: str | None 
                 at = dict(xytext=(5, 0) if side else (-5, 0), ha="left" if side else "right", textcoords="offset points")
                 axis.annotate(f"{abs(ends[name][side]):.3g}", (ends[name][side], row), va="center", fontsize=8, **at)
     axis.axvline(0, color="black", lw=1)
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.margins(x=0.14)
     axis.xaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
-    axis.set_xlabel(f"{word} per rank between steps:   ← on the card   |   on the host →")
-    axis.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1, 1))
-    if title:
-        axis.set_title(title)
+    _rows(axis, names, f"{word} per rank between steps:   ← on the card   |   on the host →", title, margin=0.14, legend=0)
     return note(figure, report)
 
 
@@ -456,21 +313,13 @@ def on_host(report: Report, variant, part: str) -> bool:
 
 def optimizer_traffic(report: Report, names=None, title: str | None = None):
     """Bytes that an offloaded optimizer moves in an optimizer step for each trainable element of the rank's shard, both ways."""
-    names = [n for n in (names or report.variants) if report[n].optimizer_traffic]
+    names = _chosen(report, names, "optimizer_traffic")
     figure, axis = _axes(len(names), height=0.44)
     for i, (way, label) in enumerate((("to_host", "card → host"), ("to_device", "host → card"))):
         rows = [row + (i - 0.5) * 0.38 for row in range(len(names))]
         widths = [sum(report[n].optimizer_traffic[way].values()) / (report[n].holdings["gradients"]["bytes"] / 2) for n in names]
-        axis.barh(rows, widths, height=0.35, color=(LINK, COMPUTE)[i], label=label)
-        for row, width in zip(rows, widths):
-            axis.annotate(f"{width:g}", (width, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.margins(x=0.08)
-    axis.set_xlabel("bytes per optimizer step ÷ trainable elements of the shard (exact)")
-    axis.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
-    if title:
-        axis.set_title(title)
+        _bars(axis, rows, widths, ends="g", height=0.35, color=(LINK, COMPUTE)[i], label=label)
+    _rows(axis, names, "bytes per optimizer step ÷ trainable elements of the shard (exact)", title, margin=0.08, legend=2)
     return note(figure, report)
 
 
@@ -479,71 +328,14 @@ def peaks(report: Report, phase: str = "step", names=None, beside: str | None = 
 
     beside: a part of `holdings` ("gradient_buffer") to set beside it: kept all the time, for the sake of this phase.
     """
-    names = [n for n in (names or report.variants) if report[n].memory]
+    names = _chosen(report, names, "memory")
     figure, axis = _axes(len(names), height=0.36)
-    left = [0.0] * len(names)
-    series = [(f"{HOLDING_LABELS[beside]}, all the time", COLOURS[3], [report[n].holdings[beside]["bytes"] for n in names])] if beside else []
-    series.append((f"more during {phase}", PHASE[phase], [report[n].memory[phase] for n in names]))
-    for label, colour, sizes in series:
-        widths = [s / 2**20 for s in sizes]
-        axis.barh(range(len(names)), widths, left=left, color=colour, label=label, height=0.62)
-        left = [a + b for a, b in zip(left, widths)]
-    for row, total in enumerate(left):
-        axis.annotate(f"{total:.3g}", (total, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.margins(x=0.1)
-    axis.set_xlabel(f"MiB on a rank in {phase}" + ("" if beside else ", above its start"))
-    if beside:
-        axis.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
-    if title:
-        axis.set_title(title)
+    kept = [(f"{HOLDING_LABELS[beside]}, all the time", COLOURS[3], [report[n].holdings[beside]["bytes"] / 2**20 for n in names])] if beside else []
+    more = (f"more during {phase}", PHASE[phase], [report[n].memory[phase] / 2**20 for n in names])
+    _stacked(axis, [*kept, more], ends=".3g")
+    xlabel = f"MiB on a rank in {phase}" + ("" if beside else ", above its start")
+    _rows(axis, names, xlabel, title, legend=2 if beside else None)
     return note(figure, report)
-
-
-def recorded_memory(name: str):
-    """The recorded GPU runs of a lab as HTML: peak allocated and reserved memory of a step, and what the allocator holds unused."""
-    from IPython.display import HTML
-
-    from zerolab.report import recorded
-
-    parts = []
-    for report in recorded(name):
-        rows = []
-        for v in report:
-            held = v.memory if "reserved" in v.memory else v.data.get("peak", {})
-            if held:
-                row = {"variant": v.name, "peak allocated": gib(held["allocated"]), "reserved": gib(held["reserved"])}
-                rows.append(row | {"reserved, not allocated": gib(held["reserved"] - held["allocated"])})
-        if rows:
-            parts.append(table(rows).data + f'<p class="provenance">{html.escape(report.line)}</p>')
-    return HTML("".join(parts) or "<p><em>Not recorded on GPUs yet.</em></p>")
-
-
-def saved(report: Report, loaded: Report | None = None, names=None):
-    """What each way to save (zerolab.ranks.saving) returned, wrote and sent, and how much came back in a process of its own."""
-    rows = []
-    for v in (report[n] for n in (names or report.variants)):
-        for way, s in v.data["saves"].items():
-            row = {"variant": v.name, "way": way, "returned": str(s.get("returned", "–"))}
-            weights = [size for file, size in s["files"].items() if file.endswith((".bin", ".safetensors", ".pt"))]
-            row["weights written"] = gib(sum(weights)) if weights else "no file"
-            row["all-gathers"], row["broadcasts"] = (s["collectives"].get(op, (0, 0))[0] for op in ("all_gather", "broadcast"))
-            row["in the state dict"] = f"{s['tensors']} tensors, {s['elements']:,} elements" if "tensors" in s else "–"
-            if loaded:
-                back = loaded[v.name].data["loads"].get(way)
-                row["loaded elsewhere"] = "–" if back is None else came_back(v, back)
-            rows.append(row)
-    return table(rows, first_is_header=False)
-
-
-def came_back(variant, back: dict) -> str:
-    """ "56 of 56 tensors, bit for bit": what a load gave, against what was trained."""
-    if back.get("failed"):
-        return back["failed"]
-    trained = variant.data["trained"]
-    same = sum(trained.get(name) == print_ for name, print_ in back["prints"].items())
-    return f"{same} of {len(back['prints'])} tensors, bit for bit" if back["prints"] else "nothing, and no error"
 
 
 def saving(report: Report, name: str, title: str | None = None):
@@ -561,10 +353,5 @@ def saving(report: Report, name: str, title: str | None = None):
             values = (sum(s["files"].values()), sent.get("all_gather", 0), sent.get("broadcast", 0), s["peak"][0], s["peak"][1])
             widths.append(values[i] / model)
         axis.barh(rows, widths, height=0.15, color=colour, label=kind)
-    axis.set_yticks(range(len(ways)), ways)
-    axis.invert_yaxis()
-    axis.set_xlabel("÷ the model in 16 bit")
-    axis.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1, 1))
-    if title:
-        axis.set_title(title)
+    _rows(axis, ways, "÷ the model in 16 bit", title, margin=None, legend=0)
     return note(figure, report)

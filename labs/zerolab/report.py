@@ -258,7 +258,7 @@ class Report:
         return cls(data["name"], data["experiment"], data["provenance"], data["variants"], data["complete"])
 
     def _repr_html_(self):
-        from zerolab.figures import summary
+        from zerolab.tables import summary
 
         return summary(self)
 
