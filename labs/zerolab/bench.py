@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -109,11 +110,52 @@ def small_bucket() -> dict:
     return {"backward ÷ whole": str(report.ratio("1e4", phase="backward")), "reduce-scatters": f"{counts[1]} against {counts[0]}"}
 
 
+def plan() -> dict:
+    """Seconds to plan a 14B on 4 cards and a 72B on 64 with adapters and checkpointing, after imports; and how they grow with tensors."""
+    times = call({"work": "plain", "call": "zerolab.bench:plan_seconds", "threads": 1, "limit": 300}, world=1)[0]
+    depths = {key: value for key, value in times.items() if key.startswith("layers")}
+    growth = [value / int(key.split()[1]) * 1e3 for key, value in depths.items()]
+    found = {f"{key}, s": value for key, value in times.items() if key not in depths}
+    return {**found, "schedule, ms a layer at 24 to 192 layers": ", ".join(f"{ms:.1f}" for ms in growth), "goal": "≤ 2 s and ≤ 10 s; linear"}
+
+
+def plan_seconds() -> dict[str, float]:
+    """Where torch is: seconds of each plan, and of one schedule at several depths."""
+    from zerolab import planning
+    from zerolab.predict import family, models, schedule
+
+    rates = planning.machine("h200-x2-nvlink").to_json()
+    config = planning.resolved({}, "qwen2.5-14b", "hf", None, 16)
+    models.plan_json({"model": "tiny", "lora": 8}, config, 4, rates, None)  # lazy imports are not the plan's
+    found = {}
+    for size, world in (("qwen2.5-14b", 4), ("qwen2.5-72b", 64)):
+        begin = time.perf_counter()
+        models.plan_json({"model": size, "lora": 8, "checkpointing": "non-reentrant"}, config, world, rates, 16 * 2**30)
+        found[f"{size} × {world}"] = time.perf_counter() - begin
+    shallow = models.shallow("qwen2.5-14b", 8, "non-reentrant", 1, 1024)
+    for layers in (24, 48, 96, 192):
+        trace = family.deepen(shallow, layers)
+        begin = time.perf_counter()
+        schedule(trace, {}, 4)
+        found[f"layers {layers}"] = time.perf_counter() - begin
+    return found
+
+
+def random_schedules() -> dict:
+    """300 random models × configs: every collective of every step as the engine's own."""
+    tests = Path(__file__).resolve().parents[2] / "tests" / "test_schedule.py"
+    command = [sys.executable, "-m", "pytest", "-q", "--timeout", "3000", f"{tests}::test_random_models_and_configs"]
+    done = subprocess.run(command, env={**os.environ, "ZEROLAB_EXAMPLES": "300"}, capture_output=True, text=True)
+    return {"equal, element for element": "300 of 300" if done.returncode == 0 else done.stdout[-1500:], "goal": "300 of 300"}
+
+
 BENCHMARKS: dict[str, Callable[[], dict]] = {
     "start-up": start_up,
     "a-a": same_variant_twice,
     "overhead": overhead,
     "small-bucket": small_bucket,
+    "plan": plan,
+    "random-schedules": random_schedules,
     "labs": labs,
 }
 

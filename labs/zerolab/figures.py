@@ -293,7 +293,8 @@ def card_and_host(report: Report, names=None, scale: int = 1, title: str | None 
         for side in (0, 1):
             if ends[name][side]:
                 at = dict(xytext=(5, 0) if side else (-5, 0), ha="left" if side else "right", textcoords="offset points")
-                axis.annotate(f"{abs(ends[name][side]):.3g}", (ends[name][side], row), va="center", fontsize=8, **at)
+                size = abs(ends[name][side])
+                axis.annotate(f"{size:,.0f}" if size >= 100 else f"{size:.3g}", (ends[name][side], row), va="center", fontsize=8, **at)
     axis.axvline(0, color="black", lw=1)
     axis.xaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     _rows(axis, names, f"{word} per rank between steps:   ← on the card   |   on the host →", title, margin=0.14, legend=0)

@@ -14,7 +14,7 @@ def padded(elements: int, world: int) -> int:
 
 
 class Gathered:
-    """now: bytes at present; high: the most since `take_high()` was last asked.
+    """now: bytes at present; high: the most since somebody set it to `now`.
 
     numel, item: elements and bytes per element of each parameter. sequential: `stage3_allgather_sequential`.
     from_host: parameters live on the host (offload_param), so that a rank's shard is first copied to the device.
@@ -30,10 +30,6 @@ class Gathered:
     def _add(self, size: int) -> None:
         self.now += size
         self.high = max(self.high, self.now)
-
-    def take_high(self) -> int:
-        high, self.high = self.high, self.now
-        return high
 
     def issued(self, handle) -> None:
         """An all-gather begins: its output exists from here on."""

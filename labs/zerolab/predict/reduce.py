@@ -16,17 +16,13 @@ class Bucket:
     the elements that it needs beside them.
 
     loose: elements of gradients that wait where autograd put them, since they do not fit (or `contiguous` is off); high: the most of
-    them, and of a reduction's own, since `take_high()`.
+    them, and of a reduction's own, since somebody set it to `loose`.
     """
 
     def __init__(self, numel: list[int], size: int, contiguous: bool, reduce: Callable):
         self.numel, self.size, self.contiguous, self.reduce = numel, size, contiguous, reduce
         self.params: list[int] = []
         self.elements = self.loose = self.high = 0
-
-    def take_high(self) -> int:
-        high, self.high = self.high, self.loose
-        return high
 
     def add(self, param: int) -> None:
         """A gradient is ready. It goes into the bucket unless it would overflow it; alone it may be larger than the bucket."""

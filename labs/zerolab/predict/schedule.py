@@ -36,9 +36,9 @@ class Step:
     resident: for each micro-step, elements gathered (or being gathered) after each event of forward and backward.
     kept: for each micro-step, elements still gathered when its forward ends, without the persistent ones.
     persistent: elements of persistent parameters.
-    peaks: {phase: bytes on the device beyond what is there between steps, at that phase's fullest moment: [gathered parameters,
+    peaks (of the last step): {phase: bytes on the device beyond what is there between steps, at that phase's fullest moment: [gathered parameters,
     activations, gradients on their way]}. Activations are known if the trace has spans.
-    seconds: {phase: s}; busy: {lane: s}; lanes: {lane: [[start, end], ...]}: empty unless a machine was given.
+    seconds: {phase: s}; busy: {lane: s}; lanes: {lane: [[start, end], ...]}: of the last step, if a machine was given.
     """
 
     collectives: list[Collective]
@@ -222,17 +222,23 @@ class _Engine:
             tile for group in groups for tile in sub_groups([padded(numel[p], world) // world for p in group], int(z["sub_group_size"]))
         ]
         self.memo: dict[tuple, tuple] = {}
+        self.watched = True
 
     def run(self, steps: int) -> Schedule:
-        done = [self.step(i) for i in range(steps)]
+        done = []
+        for index in range(steps):
+            self.watched = index == steps - 1  # memory and time of the last step are asked for, and cost
+            done.append(self.step(index))
         names = [p.name for p in self.trace.parameters]
         return Schedule(done, names, self.trace.elements, self.world, self.accumulation, self.tiles)
 
     def emit(self, op: str, elements: int, size: int, why: str, params: list[int] = ()) -> None:
         self.out.append((Collective(op, elements, elements * size, self.phase, self.micro), why, list(params)))
-        if self.lanes and why == REDUCE:
+        if not (self.lanes and self.watched):
+            return
+        if why == REDUCE:
             self.lanes.reduce(len(params), elements * size)
-        elif self.lanes and params:
+        elif params:
             shard = elements * size / self.world if self.z["offload_param"] else 0
             self.lanes.gather(params, elements * size, shard, wait=why in (ACCESS, LINEAR, PERSIST))
 
@@ -293,7 +299,7 @@ class _Engine:
         out += self.out
         self.enter("")
         parts = [c for c, _, _ in out], [w for _, w, _ in out], [p for _, _, p in out]
-        lanes = (self.lanes.seconds, self.lanes.busy, self.lanes.intervals) if self.lanes else ({}, {}, {})
+        lanes = (self.lanes.seconds, self.lanes.busy, self.lanes.intervals) if self.lanes and self.watched else ({}, {}, {})
         return Step(*parts, series, kept, self.persistent_elements, self.peaks, *lanes)
 
     def enter(self, phase: str) -> None:
@@ -304,7 +310,7 @@ class _Engine:
     def micro_step(self, micro: int) -> tuple[list, list[int], int]:
         """Forward and backward. One that begins like an earlier one runs like it, and is copied."""
         co = self.coordinator
-        key = co.state() if co.complete and co.release_cache else None
+        key = (co.state(), self.watched) if co.complete and co.release_cache else None
         if key in self.memo:
             collectives, resident, kept, peaks, happened, end = self.memo[key]
             co.restore(end)
@@ -323,7 +329,8 @@ class _Engine:
         self.enter("backward")
         self.play(self.trace.backward, self.trace.backward_spans, resident)
         self.bucket.flush()
-        self.note(0)
+        if self.watched:
+            self.note(0, 0)
         co.release_backward_leftovers()
         self.enter("")
         if key is not None and not co.inflight:
@@ -331,16 +338,24 @@ class _Engine:
             self.memo[key] = self.out, resident, kept, dict(self.peaks), happened, co.state()
         return self.out, resident, kept
 
-    def note(self, activations: int) -> None:
-        """Keep the fullest moment of this phase."""
-        now = [self.coordinator.gathered.take_high(), activations, self.bucket.take_high() * BYTES[self.dtype]]
-        if sum(now) > sum(self.peaks.get(self.phase, ())):
-            self.peaks[self.phase] = now
+    def note(self, live: int, peak: int) -> None:
+        """Keep the fullest moment of this phase. live: bytes of activations at a hook; peak: most of them until the next."""
+        gathered, bucket, item = self.coordinator.gathered, self.bucket, BYTES[self.dtype]
+        at_hook = gathered.high, live, bucket.high * item
+        gathered.high, bucket.high = gathered.now, bucket.loose
+        after = gathered.now, peak, bucket.loose * item
+        fullest = max(sum(at_hook), sum(after))
+        if fullest > self.fullest:
+            self.fullest = fullest
+            self.peaks[self.phase] = list(max(at_hook, after, key=sum))
 
     def play(self, events: list[list], spans: list[list[int]], resident: list[int]) -> None:
-        co, lanes = self.coordinator, self.lanes
+        co, lanes = self.coordinator, self.lanes if self.watched else None
         spans = spans or [[0] * 5] * (len(events) + 1)
-        self.note(spans[0][1])
+        self.fullest = sum(self.peaks.get(self.phase, ()))
+        co.gathered.high, self.bucket.high = co.gathered.now, self.bucket.loose
+        if self.watched:
+            self.note(*spans[0][:2])
         if lanes:
             lanes.compute(*spans[0][2:])
         for (kind, index, *rest), (live, peak, *work) in zip(events, spans[1:]):
@@ -370,8 +385,8 @@ class _Engine:
             else:
                 co.access(index, rest[0])
             resident.append(co.resident)
-            self.note(live)
-            self.note(peak)
+            if self.watched:
+                self.note(live, peak)
             if lanes:
                 lanes.compute(*work)
 

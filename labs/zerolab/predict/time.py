@@ -124,6 +124,8 @@ class Lanes:
 
     def compute(self, flops: float, moved: float, operators: int) -> None:
         """Work of the model between two hooks."""
+        if not operators:
+            return
         m = self.machine
         seconds = max(flops / m.flops, moved / m.memory)
         issued = self._work("host", operators * m.operator)
