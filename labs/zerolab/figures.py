@@ -356,3 +356,23 @@ def saving(report: Report, name: str, title: str | None = None):
         axis.barh(rows, widths, height=0.15, color=colour, label=kind)
     _rows(axis, ways, "÷ the model in 16 bit", title, margin=None, legend=0)
     return note(figure, report)
+
+
+def foretold(rows: list[dict], series: dict[str, str], unit: str, scale: float = 1.0, machines: list[Report] = ()):
+    """Predicted against measured, a dot for each recorded variant, on the line where both are equal.
+
+    rows: {"measured", and the keys of `series`}; series: {key: label}; scale: what one unit is in the rows' own. Both axes are logarithmic.
+    """
+    figure, axis = plt.subplots(figsize=(5.2, 3.9), layout="constrained")
+    values = [row[key] / scale for row in rows for key in ("measured", *series)]
+    ends = [0.8 * min(values), 1.25 * max(values)]
+    axis.plot(ends, ends, color="#bbbbbb", lw=1, zorder=0)
+    for colour, marker, (key, label) in zip(COLOURS, "o^s", series.items()):
+        points = [[row[k] / scale for row in rows] for k in ("measured", key)]
+        axis.plot(*points, marker, color=colour, label=label, markersize=5, alpha=0.75, markeredgewidth=0)
+    axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
+    for line in (axis.xaxis, axis.yaxis):
+        line.set_major_formatter(lambda value, _: f"{value:g}")
+        line.set_minor_formatter(lambda value, _: f"{value:g}" if str(f"{value:e}")[0] in "25" else "")
+    axis.legend(fontsize=8, loc="upper left")
+    return note(figure, list(machines))

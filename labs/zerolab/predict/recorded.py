@@ -67,7 +67,7 @@ def from_folder(folder: str) -> dict[str, float]:
 
 def time_table() -> list[dict]:
     """Every timed variant with its measured and its foretold seconds: {"folder", "lab", "variant", "measured", "expected", "lower",
-    "upper"}. The host's costs are fitted anew without the variant at hand, so that no run foretells itself."""
+    "upper", "busy"}. The host's costs are fitted anew without the variant at hand, so that no run foretells itself."""
     table = []
     for folder in recorded_machines():
         found = reports(folder)
@@ -81,7 +81,7 @@ def time_table() -> list[dict]:
             step = done.steady
             low, high = bounds(step.busy)
             row = {"folder": folder, "lab": report.name[:2], "variant": variant.name, "measured": variant.seconds()}
-            table.append({**row, "expected": sum(step.seconds.values()), "lower": low, "upper": high})
+            table.append({**row, "expected": sum(step.seconds.values()), "lower": low, "upper": high, "busy": step.busy})
     return table
 
 
