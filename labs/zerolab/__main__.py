@@ -133,7 +133,24 @@ def _compare(options) -> int:
 def _plan(options) -> int:
     from zerolab import planning
 
-    found = planning.plan(options)
+    config = userconfig.read(options.config) if options.config else {}
+    if config and not (config.get("bf16") or config.get("fp16")):
+        print("zerolab: no bf16 or fp16 section; planned in bf16 (DeepSpeed alone would train in fp32)", file=sys.stderr)
+    found = planning.plan(
+        options.model,
+        config,
+        world=options.world,
+        lora=options.lora,
+        checkpointing=options.checkpointing,
+        micro_batch=options.micro_batch,
+        seq=options.seq,
+        accumulation=options.accumulation,
+        machine_name=options.machine,
+        link=options.link,
+        gpu_memory=planning.size(options.gpu_memory) if options.gpu_memory else None,
+        launcher=options.launcher,
+        progress=not options.json,
+    )
     print(json.dumps(found, indent=1) if options.json else planning.describe(found))
     return 0
 

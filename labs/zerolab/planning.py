@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 from zerolab import report, userconfig
@@ -90,30 +89,30 @@ def _autos(config: dict, prefix: str = "") -> list[str]:
     return found
 
 
-def plan(options) -> dict:
-    """The plan that the options of `zerolab plan` ask for. Raises ZerolabError with what to change."""
-    config = userconfig.read(options.config) if options.config else {}
-    if config and not (config.get("bf16") or config.get("fp16")):
-        print("zerolab: no bf16 or fp16 section; planned in bf16 (DeepSpeed alone would train in fp32)", file=sys.stderr)
-    config = resolved(config, options.model, options.launcher, options.micro_batch, options.accumulation)
-    rates = machine(options.machine)
-    if options.link:
-        rates = rates.linked(machine(options.link))
-    model = {
-        "model": options.model,
-        "lora": options.lora,
-        "checkpointing": options.checkpointing,
-        "micro_batch": config["train_micro_batch_size_per_gpu"],
-        "seq": options.seq,
-    }
-    arguments = {
-        "model": model,
-        "ds_config": config,
-        "world": options.world,
-        "machine": rates.to_json(),
-        "gpu_memory": size(options.gpu_memory) if options.gpu_memory else None,
-    }
-    bar = Progress(1, "planning: importing torch, building the model without weights", show=not options.json)
+def plan(
+    model: str = "qwen2.5-14b",
+    config: dict | None = None,
+    world: int = 4,
+    lora: int = 0,
+    checkpointing: str | None = None,
+    micro_batch: int | None = None,
+    seq: int = 1024,
+    accumulation: int | None = None,
+    machine_name: str = "h200-x2-nvlink",
+    link: str | None = None,
+    gpu_memory: float | None = None,
+    launcher: str = "hf",
+    progress: bool = True,
+) -> dict:
+    """A plan (see `predict.plan`) from the words of the command line. config: a ds_config, {} for DeepSpeed's stage-3 defaults in bf16.
+    gpu_memory: bytes. Raises ZerolabError with what to change."""
+    config = resolved(config or {}, model, launcher, micro_batch, accumulation)
+    rates = machine(machine_name)
+    if link:
+        rates = rates.linked(machine(link))
+    what = {"model": model, "lora": lora, "checkpointing": checkpointing, "micro_batch": config["train_micro_batch_size_per_gpu"], "seq": seq}
+    arguments = {"model": what, "ds_config": config, "world": world, "machine": rates.to_json(), "gpu_memory": gpu_memory}
+    bar = Progress(1, "planning: importing torch, building the model without weights", show=progress)
     try:
         return call({"work": "plain", "call": "zerolab.predict.models:plan_json", "arguments": arguments, "threads": 1}, world=1)[0]
     finally:
