@@ -101,3 +101,12 @@ def test_the_tunnel_divides_sizes_and_defaults_alike():
     assert small["stage3_param_persistence_threshold"] == 3125
     assert shrink({"reduce_bucket_size": 1}, 32)["reduce_bucket_size"] == 1
     assert shrink({"reduce_bucket_size": 5e8}, 1) == {"reduce_bucket_size": 5e8}
+
+
+def test_engines_of_one_group_each_have_their_own_linear():
+    """zero.Init replaces linear() for the whole process. A plain one keeps gathered weights alive through what autograd saves."""
+    variants = {"efficient": {}, "plain": {"memory_efficient_linear": False}, "efficient again": {}}
+    experiment = Experiment("e", variants, model={**TINY, "layers": 2}, base=EVERYTHING_GATHERED, seq=8, rounds=0, watch=("memory",), fresh=False)
+    first, plain, again = experiment.run(save=False, progress=False)
+    assert plain.memory["forward"] > 1.5 * first.memory["forward"]
+    assert again.memory["forward"] < 1.1 * first.memory["forward"]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .config import BYTES, resolve
+from .coordinator import Unpredictable
 from .gathered import padded
 from .moduletrace import ModuleTrace
 from .schedule import Schedule, on_host
@@ -66,9 +67,11 @@ def memory(
     config, dtype, communication: as `schedule` got them. torch_adam: PyTorch's AdamW in place of DeepSpeed's fused one (it takes a
     square root of the second moments beside them). workspace: of the CUDA libraries, bytes.
 
-    Not in it, since PyTorch's allocator does not hold it either: the CUDA context and NCCL's buffers.
+    Raises Unpredictable without `memory_efficient_linear`. Not in it, since PyTorch's allocator does not hold it either: the CUDA context and NCCL's buffers.
     """
     z = resolve(config)
+    if not z["memory_efficient_linear"]:
+        raise Unpredictable("memory without memory_efficient_linear is not followed: autograd's saved views keep gathered weights alive")
     world, item = schedule.world, BYTES[dtype]
     shards = [padded(p.elements, world) // world for p in trace.parameters]
     held = sum(n * BYTES[p.dtype or dtype] for n, p in zip(shards, trace.parameters))

@@ -50,9 +50,12 @@ class Engine:
         build, arguments = factory(variant["model"])
         self.threads = variant.get("threads") or torch.get_num_threads()
         stage3 = self.config["zero_optimization"]["stage"] == 3
+        # zero.Init replaces linear() for the whole process and for good; engines of one group each get what their config asks for.
+        torch.nn.functional.linear = getattr(deepspeed.zero.Init, "linear_bk", torch.nn.functional.linear)
         context = deepspeed.zero.Init(config_dict_or_path=self.config) if stage3 else contextlib.nullcontext()
         with context:
             self.module = build(**arguments)
+        self.linear = torch.nn.functional.linear
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         self.batches = [
             self.module.batch(variant["micro_batch"], variant["seq"], device, seed=1000 * rank + micro)
@@ -77,6 +80,7 @@ class Engine:
         import torch
 
         torch.set_num_threads(self.threads)  # engines of one group may differ in it
+        torch.nn.functional.linear = self.linear
         for micro, batch in enumerate(self.batches):
             mark("forward", micro)
             loss = self.engine(*batch)
