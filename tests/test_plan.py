@@ -13,7 +13,7 @@ from zerolab.predict.models import trace_of
 from zerolab.predict.plan import TURNS, describe, plan
 from zerolab.predict.schedule import schedule
 
-MACHINE = planning.machine("h200-x2-nvlink")
+MACHINE = planning.rates_of("h200-x2-nvlink")
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -102,7 +102,7 @@ def test_turns_say_what_a_change_does(trace):
 
 def test_lanes(trace):
     """More link, less time; what overlaps lies between the bounds; accumulation multiplies."""
-    fast, slow = MACHINE, MACHINE.linked(planning.machine("h200-x2-shm"))
+    fast, slow = MACHINE, MACHINE.linked(planning.rates_of("h200-x2-shm"))
 
     def seconds(machine, **more):
         step = schedule(trace, world=4, machine=machine, keep=True, **{"config": {}, **more}).steady

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     plan.add_argument("--seq", type=int, default=1024, help="tokens in a sequence")
     plan.add_argument("--accumulation", type=int, help="micro-steps in a step (default: the config's, else 1)")
     plan.add_argument("--machine", default="h200-x2-nvlink", help="whose rates: a folder of labs/results, or a machine.json")
-    plan.add_argument("--link", help="another link: nvlink, pcie-shm, gloo, a folder of labs/results, or a machine.json")
+    plan.add_argument("--link", help="another link: nvlink, pcie-shm, gloo, bytes/s (6e9), a folder of labs/results, or a machine.json")
     plan.add_argument("--gpu-memory", metavar="16GiB", help="memory of one card: says whether it fits")
     plan.add_argument("--launcher", choices=("hf", "deepspeed"), default="hf", help="who resolves \"auto\" (DeepSpeed alone does not)")
     plan.add_argument("--json", action="store_true", help="the plan as JSON")
@@ -136,21 +137,22 @@ def _plan(options) -> int:
     config = userconfig.read(options.config) if options.config else {}
     if config and not (config.get("bf16") or config.get("fp16")):
         print("zerolab: no bf16 or fp16 section; planned in bf16 (DeepSpeed alone would train in fp32)", file=sys.stderr)
-    found = planning.plan(
-        options.model,
-        config,
+    link = options.link and (float(options.link) if re.fullmatch(r"[\d.]+e?\d*", options.link) else options.link)
+    asked = dict(
+        model=options.model,
+        config=config,
         world=options.world,
         lora=options.lora,
         checkpointing=options.checkpointing,
         micro_batch=options.micro_batch,
         seq=options.seq,
         accumulation=options.accumulation,
-        machine_name=options.machine,
-        link=options.link,
+        machine=options.machine,
+        link=link,
         gpu_memory=planning.size(options.gpu_memory) if options.gpu_memory else None,
         launcher=options.launcher,
-        progress=not options.json,
     )
+    found = planning.plans({"": asked}, progress=not options.json)[""]
     print(json.dumps(found, indent=1) if options.json else planning.describe(found))
     return 0
 

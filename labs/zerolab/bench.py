@@ -124,7 +124,7 @@ def plan_seconds() -> dict[str, float]:
     from zerolab import planning
     from zerolab.predict import family, models, schedule
 
-    rates = planning.machine("h200-x2-nvlink").to_json()
+    rates = planning.rates_of("h200-x2-nvlink").to_json()
     config = planning.resolved({}, "qwen2.5-14b", "hf", None, 16)
     models.plan_json({"model": "tiny", "lora": 8}, config, 4, rates, None)  # lazy imports are not the plan's
     found = {}

@@ -376,3 +376,21 @@ def foretold(rows: list[dict], series: dict[str, str], unit: str, scale: float =
         line.set_minor_formatter(lambda value, _: f"{value:g}" if str(f"{value:e}")[0] in "25" else "")
     axis.legend(fontsize=8, loc="upper left")
     return note(figure, list(machines))
+
+
+def waterfall(plans: dict[str, dict[str, dict]], note_below: str, title: str | None = None):
+    """Foretold seconds of a step as changes add up, a column of bars for each kind of training, with the two bounds as a line.
+
+    plans: {kind: {change: plan}}, see `planning.plans`. note_below: whose rates, for the line under the figure.
+    """
+    figure, axes = _axes(max(len(steps) for steps in plans.values()), height=0.36, columns=len(plans))
+    for i, (axis, (kind, steps)) in enumerate(zip(axes if len(plans) > 1 else [axes], plans.items())):
+        seconds = [plan["seconds"] for plan in steps.values()]
+        _bars(axis, range(len(steps)), [s["expected"] for s in seconds], ends=".0f", height=0.62, color=COLOURS[0])
+        for row, s in enumerate(seconds):
+            axis.plot([s["lower"], s["upper"]], [row + 0.38] * 2, color="#777777", lw=1)
+        _rows(axis, list(steps) if i == 0 else [""] * len(steps), "s a step, predicted", kind, margin=0.12)
+        axis.set_xlim(left=0)
+    figure.suptitle(title)
+    figure.text(0.01, -0.02, note_below, fontsize=6.5, color="#777777", va="top")
+    return figure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from zerolab import report, userconfig
@@ -13,13 +14,13 @@ from zerolab.predict.plan import describe
 from zerolab.predict.time import Machine
 from zerolab.progress import Progress
 
-__all__ = ["describe", "machine", "plan"]
+__all__ = ["describe", "plan", "plans", "rates_of"]
 
 LINKS = {"nvlink": "h200-x2-nvlink", "pcie-shm": "h200-x2-shm", "gloo": "cpu-x4"}
 UNITS = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def machine(name: str) -> Machine:
+def rates_of(name: str) -> Machine:
     """A machine's rates by the name of a link, of a folder in labs/results, or from a file. Raises ZerolabError."""
     path = Path(name) if name.endswith(".json") else report.results_folder(LINKS.get(name, name)) / "machine.json"
     try:
@@ -89,7 +90,27 @@ def _autos(config: dict, prefix: str = "") -> list[str]:
     return found
 
 
-def plan(
+def plan(**asked) -> dict:
+    """One plan, see `plans`."""
+    return plans({"plan": asked})["plan"]
+
+
+def plans(asked: dict[str, dict], progress: bool = True) -> dict[str, dict]:
+    """{label: plan} (see `predict.plan`) for {label: what is asked}, with these words, all of them optional:
+
+    model, config (a ds_config; {} means DeepSpeed's stage-3 defaults in bf16), world, lora, checkpointing, micro_batch, seq, accumulation,
+    machine, link (a name, or bytes/s of bus bandwidth), gpu_memory (bytes), launcher, turns. Raises ZerolabError with what to change.
+    """
+    jobs = [_job(**words) for words in asked.values()]
+    bar = Progress(1, "planning: importing torch, building the model without weights", show=progress)
+    try:
+        job = {"work": "plain", "call": "zerolab.predict.models:plans_json", "arguments": {"jobs": jobs}, "threads": 1}
+        return dict(zip(asked, call(job, world=1)[0]))
+    finally:
+        bar.close()
+
+
+def _job(
     model: str = "qwen2.5-14b",
     config: dict | None = None,
     world: int = 4,
@@ -98,22 +119,17 @@ def plan(
     micro_batch: int | None = None,
     seq: int = 1024,
     accumulation: int | None = None,
-    machine_name: str = "h200-x2-nvlink",
-    link: str | None = None,
+    machine: str = "h200-x2-nvlink",
+    link: str | float | None = None,
     gpu_memory: float | None = None,
     launcher: str = "hf",
-    progress: bool = True,
+    turns: bool = True,
 ) -> dict:
-    """A plan (see `predict.plan`) from the words of the command line. config: a ds_config, {} for DeepSpeed's stage-3 defaults in bf16.
-    gpu_memory: bytes. Raises ZerolabError with what to change."""
     config = resolved(config or {}, model, launcher, micro_batch, accumulation)
-    rates = machine(machine_name)
-    if link:
-        rates = rates.linked(machine(link))
+    rates = rates_of(machine)
+    if isinstance(link, str):
+        rates = rates.linked(rates_of(link))
+    elif link:
+        rates = replace(rates, name=f"{rates.name}, link {link / 1e9:g} GB/s", bandwidth=link)
     what = {"model": model, "lora": lora, "checkpointing": checkpointing, "micro_batch": config["train_micro_batch_size_per_gpu"], "seq": seq}
-    arguments = {"model": what, "ds_config": config, "world": world, "machine": rates.to_json(), "gpu_memory": gpu_memory}
-    bar = Progress(1, "planning: importing torch, building the model without weights", show=progress)
-    try:
-        return call({"work": "plain", "call": "zerolab.predict.models:plan_json", "arguments": arguments, "threads": 1}, world=1)[0]
-    finally:
-        bar.close()
+    return {"model": what, "ds_config": config, "world": world, "machine": rates.to_json(), "gpu_memory": gpu_memory, "turns": turns}

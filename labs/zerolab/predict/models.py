@@ -67,11 +67,16 @@ def from_config(path: Path, lora: int, checkpointing: str | None, micro_batch: i
     return capture(module, {"input_ids": ids, "labels": ids}, linear=linear)
 
 
-def plan_json(model: dict, ds_config: dict, world: int, machine: dict, gpu_memory: float | None, keep: bool = False) -> dict:
+def plans_json(jobs: list[dict]) -> list[dict]:
+    """`plan_json` of each job; models that several share are captured once."""
+    return [plan_json(**job) for job in jobs]
+
+
+def plan_json(model: dict, ds_config: dict, world: int, machine: dict, gpu_memory: float | None, turns: bool = True) -> dict:
     """`plan()` of a model that is built here: what a rank process runs for the command line. model: arguments of `trace_of`."""
     from .config import arguments, resolve
     from .plan import plan
     from .time import Machine
 
     linear = bool(resolve(arguments(ds_config)["config"])["memory_efficient_linear"])
-    return plan(trace_of(**model, linear=linear), ds_config, world, Machine(**machine), gpu_memory, keep=keep)
+    return plan(trace_of(**model, linear=linear), ds_config, world, Machine(**machine), gpu_memory, turns)
