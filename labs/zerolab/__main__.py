@@ -48,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     calibrate = commands.add_parser("calibrate", help="measure this machine's rates for `plan`: link, device, host")
     calibrate.add_argument("--out", type=Path, help="write machine.json here")
+    calibrate.add_argument("--record", nargs="?", const="", metavar="MACHINE", help="keep it in labs/results/MACHINE")
     calibrate.add_argument("--world", type=int, help="number of ranks")
     calibrate.add_argument("--from-records", metavar="FOLDER", help="fit the host's costs to the runs recorded in labs/results/FOLDER")
     calibrate.add_argument("--rates", type=Path, help="with --from-records: the device's rates, from a calibration of one card")
@@ -162,6 +163,8 @@ def _calibrate(options) -> int:
 
     if options.from_records:
         return calibrate.from_records(options.from_records, options.rates)
+    if options.record is not None:
+        options.out = RESULTS / (options.record or machine.folder_name(options.world)) / "machine.json"
     return calibrate.main(options.out, options.world)
 
 
