@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import json
 import os
 import tempfile
 from dataclasses import dataclass, field
@@ -135,6 +136,18 @@ class Experiment:
             bar.close()
         if save:
             report.save(results_folder() / f"{self.name}.json")
+        return report
+
+    def collect(self, path: str | Path) -> Report:
+        """The report of ranks that DeepSpeed's launcher started on any number of machines, from the JSON lines that they left.
+
+        They ran `self.job("clock", labels, then_watch=True)`, saved as JSON: `deepspeed --hostfile hosts --module zerolab.ranks.rank JOB OUT`.
+        """
+        report = Report(self.name, self.to_json(), machine.provenance(self.world), self._blank())
+        run = _Run(self, report, None, progress=False)
+        for line in Path(path).read_text().splitlines():
+            run.take(json.loads(line))
+        run.close()
         return report
 
     def predict(self) -> dict:
