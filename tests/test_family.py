@@ -4,17 +4,21 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 
+from zerolab.model import build
 from zerolab.predict import family, models
-from zerolab.predict.specs import trace_of
+from zerolab.predict.capture import capture, numbered
 
 CHECKPOINTING = (None, "non-reentrant", "reentrant", "reentrant-call")
 KINDS = list(itertools.product((0, 8), CHECKPOINTING))
 
 
 def captured(lora, checkpointing, layers, micro_batch=1, seq=512):
-    model = {"size": "tiny", "lora": lora, "checkpointing": checkpointing, "layers": layers}
-    return trace_of({"model": model, "micro_batch": micro_batch, "seq": seq, "accumulation": 1, "zero": {}})
+    with torch.device("meta"), numbered():
+        module = build("tiny", lora=lora, checkpointing=checkpointing, layers=layers)
+    module.to(torch.bfloat16)
+    return capture(module, module.batch(micro_batch, seq, "meta", seed=0))
 
 
 @pytest.mark.parametrize("lora, checkpointing", KINDS)

@@ -41,7 +41,8 @@ class Experiment:
     for each watched variant, since engines leave memory behind. wire: an emulated link,
     {"latency": s, "bandwidth": bytes/s}. limit: seconds of silence after which a group counts as hung. cap: GiB per rank, beyond
     which allocations fail. isolate: a fresh group for each variant also when timing. function, arguments: what the ranks call in
-    place of clock and watch, see `run_with`. gpu: fields to replace on the GPU tier.
+    place of clock and watch, see `run_with`. foretold: variants that are predicted and not run; counts are as exact, and the report says
+    which they are. gpu: fields to replace on the GPU tier.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Experiment:
     isolate: bool = False
     function: str | None = None
     arguments: dict = field(default_factory=dict)
+    foretold: tuple = ()
     gpu: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -101,6 +103,8 @@ class Experiment:
             return self.run_with(self.function, save=bool(save), progress=progress, **self.arguments)
         path = results_folder() / f"{self.name}.json" if save is True else save
         report = Report(self.name, self.to_json(), machine.provenance(self.world), self._blank(), complete=False)
+        for label, data in self._foretell().items():
+            report[label].data.update(data)
         if path:
             _check_writable(Path(path), report)
         if any(self.spec(v)["wire"] for v in self.variants) and machine.tier(self.world) == "gpu":
@@ -154,10 +158,16 @@ class Experiment:
         """{variant: Schedule}: every collective of this experiment, worked out without running it."""
         from zerolab.predict import Schedule
 
-        job = {"work": "plain", "call": "zerolab.predict.specs:schedules_json", "threads": 1, "limit": self.limit}
-        job["arguments"] = {"specs": {v: self.spec(v) for v in self.variants}, "world": self.world}
-        values = call(job, world=1, accelerator_name=accelerator(self.world))
-        return {label: Schedule.from_json(data) for label, data in values[0].items()}
+        return {label: Schedule.from_json(data) for label, data in self._predicted("schedules_json", self.variants).items()}
+
+    def _predicted(self, function: str, labels, **more) -> dict:
+        job = {"work": "plain", "call": f"zerolab.predict.specs:{function}", "threads": 1, "limit": self.limit}
+        job["arguments"] = {"specs": {v: self.spec(v) for v in labels}, "world": self.world, **more}
+        return call(job, world=1, accelerator_name=accelerator(self.world))[0]
+
+    def _foretell(self) -> dict:
+        """{variant: data} of those that are predicted, in the shape that a run would leave."""
+        return self._predicted("foretold", self.foretold, steps=self.warmup) if self.foretold else {}
 
     def replace(self, **changes) -> Experiment:
         """The same experiment with some fields changed (its `gpu` replacements are already in)."""
@@ -166,7 +176,7 @@ class Experiment:
     def mine(self, **zero) -> Experiment:
         """The first variant with the reader's own values, as a variant "mine" that is counted, not timed."""
         first = next(iter(self.variants.values()))
-        return self.replace(variants={"mine": {**first, **zero}}, rounds=0, watch=())
+        return self.replace(variants={"mine": {**first, **zero}}, rounds=0, watch=(), foretold=())
 
     def to_json(self) -> dict:
         return dataclasses.asdict(self)

@@ -55,6 +55,10 @@ def _chosen(report: Report, names, part: str) -> list[str]:
     return [n for n in (names or report.variants) if report[n].data.get(part)]
 
 
+def _labels(report: Report, names) -> list[str]:
+    return [f"{n} (predicted)" if report[n].foretold else n for n in names]
+
+
 def _bars(axis, rows, widths, ends: str = "", **look):
     """Horizontal bars; ends: a format for the number at each end."""
     bars = axis.barh(rows, widths, **look)
@@ -135,7 +139,7 @@ def collectives(report: Report, names=None, ops=("all_gather", "reduce_scatter")
         for phase in trace.PHASES
     ]
     _stacked(axis, parts, ends=",.0f")
-    _rows(axis, names, "collectives in one optimizer step (exact)", title, legend=3)
+    _rows(axis, _labels(report, names), "collectives in one optimizer step (exact)", title, legend=3)
     return note(figure, report)
 
 
@@ -176,7 +180,7 @@ def resident(report: Report, names=None, scale: int = 1, title: str | None = Non
         series = report[name].data["resident"]["series"]
         values = [e * scale for _, e in series]
         x = [i / max(1, len(values) - 1) for i in range(len(values))]
-        axis.step(x, values, where="post", color=colour, lw=1.2, label=name)
+        axis.step(x, values, where="post", color=colour, lw=1.2, label=_labels(report, [name])[0])
     axis.set_xticks([0, 1], ["forward begins", "step ends"])
     axis.yaxis.set_major_formatter(lambda value, _: human(value))
     axis.set_ylim(bottom=0)

@@ -78,6 +78,11 @@ class Variant:
         return self.status == "ok"
 
     @property
+    def foretold(self) -> bool:
+        """True if these are predictions, not measurements (`Experiment.foretold`)."""
+        return self.data.get("foretold", False)
+
+    @property
     def message(self) -> str:
         return self.data.get("message", "")
 

@@ -58,7 +58,7 @@ def summary(report: Report) -> str:
     rows = []
     for v in report:
         seen = bool(v.data.get("collectives"))
-        row = {"variant": v.name, "status": v.status if v.ok else f"{v.status}: {v.message}"}
+        row = {"variant": v.name, "status": "predicted" if v.foretold else v.status if v.ok else f"{v.status}: {v.message}"}
         row["all-gathers F + B + step"] = " + ".join(str(v.count("all_gather", p)) for p in trace.PHASES) if seen else "–"
         row["reduce-scatters"] = v.count("reduce_scatter") if seen else "–"
         row["peak resident"] = human(v.peak_resident) if seen and v.data.get("resident") else "–"
@@ -101,7 +101,7 @@ def compared(report: Report, prediction: dict):
                 "reduce-scatters": f"{v.count('reduce_scatter'):,}",
                 "gathered ÷ model": f"{v.passes:.3f}",
                 "peak resident": human(v.peak_resident),
-                "as predicted": "yes, every one" if same else "NO",
+                "as predicted": "predicted, not run" if v.foretold else "yes, every one" if same else "NO",
             }
         )
     return table(rows)
