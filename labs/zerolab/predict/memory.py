@@ -72,7 +72,7 @@ def memory(
     z = resolve(config)
     if not z["memory_efficient_linear"]:
         raise Unpredictable("memory without memory_efficient_linear is not followed: autograd's saved views keep gathered weights alive")
-    world, item = schedule.world, BYTES[dtype]
+    world, item = schedule.world, BYTES[next(p.dtype or dtype for p in trace.parameters if p.trainable)]
     shards = [padded(p.elements, world) // world for p in trace.parameters]
     held = sum(n * BYTES[p.dtype or dtype] for n, p in zip(shards, trace.parameters))
     trained, tiles = sum(schedule.tiles), schedule.tiles

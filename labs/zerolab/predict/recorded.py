@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zerolab.ranks.engine import ds_config
-from zerolab.report import RESULTS, Report, recorded_machines
+from zerolab.report import RESULTS, Report, recorded_machines, results_folder
 
 from .config import arguments
 from .fit import COSTS, features, fit
@@ -67,22 +67,32 @@ def from_folder(folder: str) -> dict[str, float]:
 
 def time_table() -> list[dict]:
     """Every timed variant with its measured and its foretold seconds: {"folder", "lab", "variant", "measured", "expected", "lower",
-    "upper", "busy"}. The host's costs are fitted anew without the variant at hand, so that no run foretells itself."""
+    "upper", "busy"}. On the recorded GPUs the host's costs are fitted anew without the variant at hand, so that no run foretells itself;
+    the runs of this machine ("local") are foretold with the rates of a calibration."""
     table = []
     for folder in recorded_machines():
         found = reports(folder)
-        if not (RESULTS / folder / "machine.json").exists() or not found:
+        if not found:
             continue
         machine, counted = Machine.load(RESULTS / folder / "machine.json"), rows(found)
         for report, variant, spec in _timed(found):
             others = [row for row in counted if (row["lab"], row["variant"]) != (report.name[:2], variant.name)]
             foreign = replace(machine, **{NAMES[c]: value for c, value in fit(others).items()})
-            done = schedule(trace_of(spec), world=report.provenance["world"], machine=foreign, **arguments(ds_config(spec)))
-            step = done.steady
-            low, high = bounds(step.busy)
-            row = {"folder": folder, "lab": report.name[:2], "variant": variant.name, "measured": variant.seconds()}
-            table.append({**row, "expected": sum(step.seconds.values()), "lower": low, "upper": high, "busy": step.busy})
+            table.append({"folder": folder, **_foretold(report, variant, spec, foreign)})
+    own = results_folder() / "machine.json"
+    here = Machine.load(own if own.exists() else RESULTS / "cpu-x4" / "machine.json")
+    for report, variant, spec in _timed([Report.load(path) for path in sorted(results_folder().glob("[0-9]*.json"))]):
+        if report.provenance["tier"] == "cpu" and not spec["wire"] and spec["zero"].get("stage", 3) == 3:
+            table.append({"folder": "local", **_foretold(report, variant, spec, here)})
     return table
+
+
+def _foretold(report: Report, variant, spec: dict, machine: Machine) -> dict:
+    done = schedule(trace_of(spec), world=report.provenance["world"], machine=machine, **arguments(ds_config(spec)))
+    step = done.steady
+    low, high = bounds(step.busy)
+    row = {"lab": report.name[:2], "variant": variant.name, "measured": variant.seconds()}
+    return {**row, "expected": sum(step.seconds.values()), "lower": low, "upper": high, "busy": step.busy}
 
 
 def memory_table() -> list[dict]:
