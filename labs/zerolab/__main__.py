@@ -1,4 +1,4 @@
-"""The command line: `zerolab setup | run | plan | calibrate | compare | bench` (also `python -m zerolab`)."""
+"""The command line: `zerolab setup | run | plan | doctor | calibrate | compare | bench` (also `python -m zerolab`)."""
 
 from __future__ import annotations
 
@@ -33,18 +33,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     plan = commands.add_parser("plan", help="what a ds_config will do: collectives, memory, seconds, before anything runs")
     plan.add_argument("--config", type=Path, help="ds_config file (JSON or HJSON); default: DeepSpeed's stage-3 defaults in bf16")
-    plan.add_argument("--model", default="qwen2.5-14b", help="a built-in name, a config.json of transformers, or a folder with one")
-    plan.add_argument("--world", type=int, default=4, help="number of GPUs")
-    plan.add_argument("--lora", type=int, default=0, metavar="R", help="rank of the adapters; 0 trains everything")
-    plan.add_argument("--checkpointing", choices=("non-reentrant", "reentrant"), nargs="?", const="non-reentrant")
-    plan.add_argument("--micro-batch", type=int, help="sequences a GPU and micro-step (default: the config's, else 1)")
-    plan.add_argument("--seq", type=int, default=1024, help="tokens in a sequence")
-    plan.add_argument("--accumulation", type=int, help="micro-steps in a step (default: the config's, else 1)")
-    plan.add_argument("--machine", default="h200-x2-nvlink", help="whose rates: a folder of labs/results, or a machine.json")
-    plan.add_argument("--link", help="another link: nvlink, pcie-shm, gloo, bytes/s (6e9), a folder of labs/results, or a machine.json")
-    plan.add_argument("--gpu-memory", metavar="16GiB", help="memory of one card: says whether it fits")
-    plan.add_argument("--launcher", choices=("hf", "deepspeed"), default="hf", help="who resolves \"auto\" (DeepSpeed alone does not)")
+    _add_case(plan)
     plan.add_argument("--json", action="store_true", help="the plan as JSON")
+
+    doctor = commands.add_parser("doctor", help="a ds_config key by key: refused, inert, default, or what it costs and buys")
+    doctor.add_argument("config", type=Path, help="ds_config file (JSON or HJSON)")
+    _add_case(doctor)
 
     calibrate = commands.add_parser("calibrate", help="measure this machine's rates for `plan`: link, device, host")
     calibrate.add_argument("--out", type=Path, help="write machine.json here")
@@ -68,6 +62,38 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     finally:
         shutdown()
+
+
+def _add_case(parser) -> None:
+    """The model, the cards and the batch that a config is judged with."""
+    parser.add_argument("--model", default="qwen2.5-14b", help="a built-in name, a config.json of transformers, or a folder with one")
+    parser.add_argument("--world", type=int, default=4, help="number of GPUs")
+    parser.add_argument("--lora", type=int, default=0, metavar="R", help="rank of the adapters; 0 trains everything")
+    parser.add_argument("--checkpointing", choices=("non-reentrant", "reentrant"), nargs="?", const="non-reentrant")
+    parser.add_argument("--micro-batch", type=int, help="sequences a GPU and micro-step (default: the config's, else 1)")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens in a sequence")
+    parser.add_argument("--accumulation", type=int, help="micro-steps in a step (default: the config's, else 1)")
+    parser.add_argument("--machine", default="h200-x2-nvlink", help="whose rates: a folder of labs/results, or a machine.json")
+    parser.add_argument("--link", help="another link: nvlink, pcie-shm, gloo, bytes/s (6e9), a folder of labs/results, or a machine.json")
+    parser.add_argument("--gpu-memory", metavar="16GiB", help="memory of one card: says whether it fits")
+    parser.add_argument("--launcher", choices=("hf", "deepspeed"), default="hf", help="who resolves \"auto\" (DeepSpeed alone does not)")
+
+
+def _case(options) -> dict:
+    """Those options as words of `planning.plans`."""
+    from zerolab import planning
+
+    link = options.link and (float(options.link) if re.fullmatch(r"[\d.]+(e\d+)?", options.link) else options.link)
+    words = ("model", "world", "lora", "checkpointing", "micro_batch", "seq", "accumulation", "machine", "launcher")
+    memory = planning.size(options.gpu_memory) if options.gpu_memory else None
+    return {**{word: getattr(options, word) for word in words}, "link": link, "gpu_memory": memory}
+
+
+def _config(options) -> dict:
+    config = userconfig.read(options.config) if options.config else {}
+    if config and not (config.get("bf16") or config.get("fp16")):
+        print("zerolab: no bf16 or fp16 section; planned in bf16 (DeepSpeed alone would train in fp32)", file=sys.stderr)
+    return config
 
 
 def _setup(options) -> int:
@@ -135,27 +161,18 @@ def _compare(options) -> int:
 def _plan(options) -> int:
     from zerolab import planning
 
-    config = userconfig.read(options.config) if options.config else {}
-    if config and not (config.get("bf16") or config.get("fp16")):
-        print("zerolab: no bf16 or fp16 section; planned in bf16 (DeepSpeed alone would train in fp32)", file=sys.stderr)
-    link = options.link and (float(options.link) if re.fullmatch(r"[\d.]+e?\d*", options.link) else options.link)
-    asked = dict(
-        model=options.model,
-        config=config,
-        world=options.world,
-        lora=options.lora,
-        checkpointing=options.checkpointing,
-        micro_batch=options.micro_batch,
-        seq=options.seq,
-        accumulation=options.accumulation,
-        machine=options.machine,
-        link=link,
-        gpu_memory=planning.size(options.gpu_memory) if options.gpu_memory else None,
-        launcher=options.launcher,
-    )
+    asked = {**_case(options), "config": _config(options)}
     found = planning.plans({"": asked}, progress=not options.json)[""]
     print(json.dumps(found, indent=1) if options.json else planning.describe(found))
     return 0
+
+
+def _doctor(options) -> int:
+    from zerolab import doctor
+
+    found = doctor.examine(_config(options), **_case(options))
+    print(doctor.describe(found))
+    return int(any(finding.level == "refused" for finding in found))
 
 
 def _calibrate(options) -> int:

@@ -101,16 +101,16 @@ def plans(asked: dict[str, dict], progress: bool = True) -> dict[str, dict]:
     model, config (a ds_config; {} means DeepSpeed's stage-3 defaults in bf16), world, lora, checkpointing, micro_batch, seq, accumulation,
     machine, link (a name, or bytes/s of bus bandwidth), gpu_memory (bytes), launcher, turns. Raises ZerolabError with what to change.
     """
-    jobs = [_job(**words) for words in asked.values()]
+    jobs = [job(**words) for words in asked.values()]
     bar = Progress(1, "planning: importing torch, building the model without weights", show=progress)
     try:
-        job = {"work": "plain", "call": "zerolab.predict.models:plans_json", "arguments": {"jobs": jobs}, "threads": 1}
-        return dict(zip(asked, call(job, world=1)[0]))
+        work = {"work": "plain", "call": "zerolab.predict.models:plans_json", "arguments": {"jobs": jobs}, "threads": 1}
+        return dict(zip(asked, call(work, world=1)[0]))
     finally:
         bar.close()
 
 
-def _job(
+def job(
     model: str = "qwen2.5-14b",
     config: dict | None = None,
     world: int = 4,
@@ -125,6 +125,7 @@ def _job(
     launcher: str = "hf",
     turns: bool = True,
 ) -> dict:
+    """The arguments of `predict.models.plan_json` for the words of `plans`. Raises ZerolabError."""
     config = resolved(config or {}, model, launcher, micro_batch, accumulation)
     rates = rates_of(machine)
     if isinstance(link, str):

@@ -80,3 +80,31 @@ def plan_json(model: dict, ds_config: dict, world: int, machine: dict, gpu_memor
 
     linear = bool(resolve(arguments(ds_config)["config"])["memory_efficient_linear"])
     return plan(trace_of(**model, linear=linear), ds_config, world, Machine(**machine), gpu_memory, turns)
+
+
+def without_each(job: dict) -> dict:
+    """What each key of the job's zero_optimization does: the plan with it against the plan without.
+
+    {"keys": {key: {"same", "time": ratio, "memory": bytes, "collectives": (with, without)}}}, or {"refused": [[key, why], …]} if
+    DeepSpeed's own validation refuses the section.
+    """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    zero = job["ds_config"]["zero_optimization"]
+    try:
+        DeepSpeedZeroConfig(**zero)
+    except ValidationError as error:
+        return {"refused": [[".".join(map(str, e["loc"])), f"{e['msg']} (got {e['input']!r})"] for e in error.errors()]}
+    whole, found = plan_json(**job), {}
+    for key in zero:
+        if key == "stage":
+            continue
+        rest = {k: v for k, v in zero.items() if k != key}
+        without = plan_json(**{**job, "ds_config": {**job["ds_config"], "zero_optimization": rest}})
+        time = whole["seconds"]["expected"] / without["seconds"]["expected"]
+        more = whole["memory"]["peak"] - without["memory"]["peak"]
+        same = whole["collectives"] == without["collectives"] and not more and abs(time - 1) < 1e-9
+        counts = [sum(row[2] for row in p["collectives"]) for p in (whole, without)]
+        found[key] = {"same": same, "time": time, "memory": more, "collectives": counts}
+    return {"keys": found}
