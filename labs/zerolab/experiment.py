@@ -38,7 +38,8 @@ class Experiment:
     ZEROLAB_WORLD or 4). micro_batch, seq: input per rank and micro-step; accumulation: micro-steps in an optimizer step.
     warmup: steps before anything counts (3: a trace must be complete). rounds × steps: timed blocks per variant, in
     rotating order; rounds=0 counts only. watch: parts of the watch pass ("memory", "timeline", "alive", "ops"). fresh: a group of its own
-    for each watched variant, since engines leave memory behind. wire: an emulated link,
+    for each watched variant, since engines leave memory behind; without it the engines that are timed are watched while they warm up,
+    and once more after the last round. wire: an emulated link,
     {"latency": s, "bandwidth": bytes/s}. limit: seconds of silence after which a group counts as hung. cap: GiB per rank, beyond
     which allocations fail. isolate: a fresh group for each variant also when timing. function, arguments: what the ranks call in
     place of clock and watch, see `run_with`. foretold: variants that are predicted and not run; counts are as exact, and the report says
@@ -263,7 +264,7 @@ class _Run:
             return
         if experiment.rounds:
             while pending := self.pending("times"):
-                self.group("clock", pending)
+                self.group("clock", pending, then_watch=not experiment.fresh)
         if experiment.fresh:
             for label in self.pending("collectives"):
                 self.group("watch", [label])

@@ -130,7 +130,11 @@ class HostCopies:
 
     def __init__(self, engine):
         self.shards = {id(p.ds_tensor) for p in engine.parameters}
-        self.phase, self.bytes = "forward", {"forward": 0, "backward": 0, "step": 0}
+        self.phase = "forward"
+        self.begin()
+
+    def begin(self):
+        self.bytes = {"forward": 0, "backward": 0, "step": 0}
 
     @contextlib.contextmanager
     def attached(self):

@@ -48,6 +48,21 @@ def join(rank: int, world: int, job: dict, store: str | None = None) -> str:
     return device
 
 
+def bind(rank: int, world: int, job: dict) -> None:
+    """Keep each rank on one core where ranks of one thread share fewer cores, the same number on each.
+
+    A gloo message wakes three threads of a rank. On one core that is cheap, across cores it costs a fifth of a step.
+    `deepspeed --bind_cores_to_rank` does the same.
+    """
+    if job["work"] == "plain" or os.environ.get("DS_ACCELERATOR") == "cuda" or not hasattr(os, "sched_setaffinity"):
+        return
+    variants = job.get("variants") or job.get("arguments", {}).get("variants") or {}
+    threads = [job["threads"], *(variant.get("threads") or 1 for variant in variants.values())]
+    cores = sorted(os.sched_getaffinity(0))
+    if max(threads) == 1 and len(cores) < world and world % len(cores) == 0:
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
 def drop_shared_buffers() -> None:
     """Remove the shared-memory files that DeepSpeed's extension makes for this MASTER_PORT and leaves behind: 66 MiB a rank."""
     for file in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{os.environ['MASTER_PORT']}_*"):
@@ -107,17 +122,20 @@ def backend():
 
 
 def clock(job: dict, rank: int, world: int, device: str, tell) -> None:
-    """All variants of the job side by side, nothing attached: warm-up, then rounds in rotating order.
+    """All variants of the job side by side: warm-up, then rounds in rotating order with nothing attached.
 
-    Tells {"event": "times", "variant", "round", "steps": [{"total", "forward", "backward", "step"}]} for each block.
+    Tells {"event": "times", "variant", "round", "steps": [{"total", "forward", "backward", "step"}]} for each block. With
+    job["then_watch"] the warm-up is watched, and the parts of the watch pass follow the last round (see `watch`).
     """
     from zerolab.ranks.engine import Engine
     from zerolab.ranks.wire import Wire
 
-    engines, wires = {}, {}
+    engines, wires, watched = {}, {}, {}
     for name, variant in job["variants"].items():
         tell({"event": "at", "variant": name, "doing": "building"})
-        engines[name] = Engine(variant, rank, device)
+        if job.get("then_watch"):
+            watched[name] = Watch(variant, rank, world, device)
+        engines[name] = watched[name].engine if watched else Engine(variant, rank, device)
         if variant.get("wire"):
             wires[name] = Wire(backend(), world, variant["wire"])
     timer = Clock(device)
@@ -138,12 +156,22 @@ def clock(job: dict, rank: int, world: int, device: str, tell) -> None:
             if wire:
                 wire.detach()
 
+    def warm_up(name):
+        if not watched:
+            block(name, 1)
+            return
+        tell({"event": "beat"})
+        watched[name].step()
+
     for name in engines:
         tell({"event": "at", "variant": name, "doing": "warming up"})
         begin = time.perf_counter()
-        block(name, 1)
+        warm_up(name)
         tell({"event": "first", "variant": name, "seconds": time.perf_counter() - begin})
-        block(name, job["warmup"] - 1)
+        for _ in range(job["warmup"] - 1):
+            warm_up(name)
+        if watched:
+            watched[name].holdings()
     names = list(engines)
     for turn in range(job["rounds"]):
         shift = turn % len(names)
@@ -157,10 +185,9 @@ def clock(job: dict, rank: int, world: int, device: str, tell) -> None:
                 peak = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
                 tell({"event": "memory", "variant": name, "alone": len(names) == 1, **peak})
     for name in names:
-        if job.get("then_watch"):
+        if watched:
             tell({"event": "at", "variant": name, "doing": "watching"})
-            result = watch_one(job["variants"][name], rank, world, device, job, engines[name])
-            tell({"event": "watched", "variant": name, **result})
+            tell({"event": "watched", "variant": name, **watched[name].finish(job["parts"])})
         else:
             engines[name].destroy()
 
@@ -172,108 +199,132 @@ def watch(job: dict, rank: int, world: int, device: str, tell) -> None:
     """
     for name, variant in job["variants"].items():
         tell({"event": "at", "variant": name, "doing": "watching"})
-        result = watch_one(variant, rank, world, device, {**job, "beat": lambda: tell({"event": "beat"})})
-        tell({"event": "watched", "variant": name, **result})
+        watched = Watch(variant, rank, world, device)
+        for _ in range(job["warmup"]):
+            tell({"event": "beat"})
+            watched.step()
+        watched.holdings()
+        tell({"event": "watched", "variant": name, **watched.finish(job["parts"])})
 
 
-def watch_one(variant: dict, rank: int, world: int, device: str, job: dict, engine=None) -> dict:
-    """Everything about one variant; with an `engine` that ran before, its first steps are no longer to be seen."""
-    import torch
+class Watch:
+    """One variant, watched from its first step on. Rank 0 tells, so the others carry no probes: they only take part.
 
-    from zerolab.ranks import probe
-    from zerolab.ranks.engine import Engine
-    from zerolab.ranks.wire import Wire
+    `step()` once for each warm-up step, then `holdings()`, and at last `finish()`, which ends the engine. Between two calls nothing
+    is attached.
+    """
 
-    parts = job["parts"]
-    kind = device.partition(":")[0]
-    pinned: dict = {}
-    if engine is None:
+    def __init__(self, variant: dict, rank: int, world: int, device: str):
+        from zerolab.ranks import probe
+        from zerolab.ranks.engine import Engine
+        from zerolab.ranks.wire import Wire
+
+        self.kind, self.tells = device.partition(":")[0], rank == 0
+        pinned: dict = {}
         with probe.pin_requests(pinned):
-            engine = Engine(variant, rank, device)
-    wire = Wire(backend(), world, variant.get("wire"))
-    residency = probe.Residency(engine) if engine.coordinator else None
-    copies = probe.HostCopies(engine) if residency else None
-    traffic = probe.OptimizerTraffic(engine) if residency else None
-    marks: list = []
+            self.engine = engine = Engine(variant, rank, device)
+        self.wire = Wire(backend(), world, variant.get("wire"))
+        self.attached = self.tells or bool(self.wire.emulate)
+        self.residency = self.copies = self.traffic = None
+        if self.tells and engine.coordinator:
+            self.residency, self.copies = probe.Residency(engine), probe.HostCopies(engine)
+            self.traffic = probe.OptimizerTraffic(engine)
+        self.result: dict = {"collectives": [], "world": world, "pinned": pinned}
 
-    def mark(phase, micro):
-        wire.phase, wire.micro = phase, micro
-        marks.append([phase, micro, time.perf_counter() - wire.zero])
-        if residency:
-            residency.mark(phase, micro)
-            copies.phase = traffic.phase = phase
+    def step(self):
+        """One optimizer step: its collectives are kept; of residency, copies and phase borders those of the last step."""
+        import torch
 
-    result: dict = {"collectives": [], "world": world, "pinned": pinned}
-    wire.attach()
-    try:
-        for step in range(job["warmup"]):
-            job.get("beat", lambda: None)()
-            last = step == job["warmup"] - 1
+        wire, residency, marks = self.wire, self.residency, []
+
+        def mark(phase, micro):
+            wire.phase, wire.micro = phase, micro
+            marks.append([phase, micro, time.perf_counter() - wire.zero])
+            if residency:
+                residency.mark(phase, micro)
+                self.copies.phase = self.traffic.phase = phase
+
+        if self.attached:
+            wire.attach()
+        try:
             torch.distributed.barrier()
             wire.begin()
-            marks.clear()
             if residency:
                 residency.begin()
-                copies.bytes = dict.fromkeys(copies.bytes, 0)
-                traffic.begin()
-                with residency.attached(), copies.attached(), traffic.attached():
-                    engine.step(mark, wire.settle)
+                self.copies.begin()
+                self.traffic.begin()
+                with residency.attached(), self.copies.attached(), self.traffic.attached():
+                    self.engine.step(mark, wire.settle)
                     residency.sample()
             else:
-                engine.step(mark, wire.settle)
-            result["collectives"].append([list(c) for c in wire.collectives()])
-            if last:
-                result["marks"] = list(marks)
-                if residency:
-                    result["resident"] = residency.summary()
-                    result["host_copies"] = dict(copies.bytes)
-                    result["optimizer_traffic"] = traffic.bytes
-    finally:
-        wire.detach()
-    result["loss"] = float(engine.loss)
-    result["model"] = {
-        "elements": sum(getattr(p, "ds_numel", p.numel()) for p in engine.parameters),
-        "trainable": sum(getattr(p, "ds_numel", p.numel()) for p in engine.parameters if p.requires_grad),
-        "tensors": len(engine.parameters),
-        "largest": max(getattr(p, "ds_numel", p.numel()) for p in engine.parameters),
-    }
-    if residency:
-        persistent = [p.ds_numel for p in engine.parameters if p.ds_persist]
-        result["model"].update(persistent_tensors=len(persistent), persistent_elements=sum(persistent))
-        result["holdings"] = probe.holdings(engine)
-        result["sub_groups"] = len(engine.optimizer.fp16_groups)
-        result["tiles"] = [t.numel() for t in engine.optimizer.fp32_partitioned_groups_flat]
-    if "alive" in parts:
-        result["alive"] = probe.alive(kind)
-        result["alive_after_backward"] = alive_after_backward(engine, kind)
-    if "ops" in parts:
-        result["ops"] = ops_by_phase(engine, kind)
-    if "memory" in parts:
-        result["memory"] = memory_by_phase(engine, kind)
-    if "timeline" in parts:
-        result["timeline"] = one_timeline(engine, wire, kind)
-    engine.destroy()
-    return result
+                self.engine.step(mark, wire.settle)
+        finally:
+            wire.detach()
+        self.result["collectives"].append([list(c) for c in wire.collectives()])
+        self.result["marks"] = marks
+        if residency:
+            self.result["resident"] = residency.summary()
+            self.result["host_copies"] = dict(self.copies.bytes)
+            self.result["optimizer_traffic"] = self.traffic.bytes
+
+    def holdings(self):
+        """The loss, the model, and what this rank keeps between steps."""
+        from zerolab.ranks import probe
+
+        engine, result = self.engine, self.result
+        result["loss"] = float(engine.loss)
+        result["model"] = {
+            "elements": sum(getattr(p, "ds_numel", p.numel()) for p in engine.parameters),
+            "trainable": sum(getattr(p, "ds_numel", p.numel()) for p in engine.parameters if p.requires_grad),
+            "tensors": len(engine.parameters),
+            "largest": max(getattr(p, "ds_numel", p.numel()) for p in engine.parameters),
+        }
+        if engine.coordinator:
+            persistent = [p.ds_numel for p in engine.parameters if p.ds_persist]
+            result["model"].update(persistent_tensors=len(persistent), persistent_elements=sum(persistent))
+            result["holdings"] = probe.holdings(engine)
+            result["sub_groups"] = len(engine.optimizer.fp16_groups)
+            result["tiles"] = [t.numel() for t in engine.optimizer.fp32_partitioned_groups_flat]
+
+    def finish(self, parts) -> dict:
+        """The parts that need a step of their own; then the engine ends. Everything that was seen."""
+        from zerolab.ranks import probe
+
+        engine, result = self.engine, self.result
+        if "alive" in parts:
+            result["alive"] = probe.alive(self.kind)
+            result["alive_after_backward"] = alive_after_backward(engine, self.kind, self.tells)
+        if "ops" in parts:
+            result["ops"] = ops_by_phase(engine, self.kind, self.tells)
+        if "memory" in parts:
+            result["memory"] = memory_by_phase(engine, self.kind, self.tells)
+        if "timeline" in parts:
+            result["timeline"] = one_timeline(engine, self.wire, self.kind, self.tells)
+        engine.destroy()
+        return result
 
 
-def alive_after_backward(engine, kind: str) -> dict:
+def alive_after_backward(engine, kind: str, tells: bool) -> dict:
     """{dtype: bytes} of every live tensor after a step's first backward: what accumulation holds until the next micro-step."""
     from zerolab.ranks import probe
 
     seen: list = []
 
     def border(phase, micro):
-        if phase == "step" and not seen:
+        if phase == "step" and not seen and tells:
             seen.append(probe.alive(kind))
 
     engine.step(border)
-    return seen[0]
+    return seen[0] if tells else {}
 
 
-def ops_by_phase(engine, kind: str) -> dict:
+def ops_by_phase(engine, kind: str, tells: bool) -> dict:
     """{phase: {operator: calls}} of one step: the ATen operators that torch.profiler sees, without "aten::"."""
     from zerolab.ranks import probe
 
+    if not tells:
+        engine.step()
+        return {}
     counts: dict = {"forward": {}, "backward": {}, "step": {}}
     with contextlib.ExitStack() as stack:
         inside: list = []
@@ -299,7 +350,7 @@ def ops_by_phase(engine, kind: str) -> dict:
     return counts
 
 
-def memory_by_phase(engine, kind: str) -> dict:
+def memory_by_phase(engine, kind: str, tells: bool) -> dict:
     """Bytes: the largest allocation above its start in each phase of one step; on a GPU also the step's absolute peaks."""
     import torch
 
@@ -324,6 +375,9 @@ def memory_by_phase(engine, kind: str) -> dict:
         border("end", 0)
         return {**peaks, "rest": rest, "allocated": totals["allocated"], "reserved": torch.cuda.memory_reserved()}
 
+    if not tells:
+        engine.step()
+        return {}
     sessions: dict = {}
 
     class Border:
@@ -348,7 +402,7 @@ def memory_by_phase(engine, kind: str) -> dict:
     return {phase: max(sessions[phase]) for phase in peaks}
 
 
-def one_timeline(engine, wire, kind: str) -> dict:
+def one_timeline(engine, wire, kind: str, tells: bool) -> dict:
     """Lanes of one step from torch.profiler, with the phase borders; the link lane is the emulator's where a wire is emulated."""
     import torch
 
@@ -371,6 +425,8 @@ def one_timeline(engine, wire, kind: str) -> dict:
         end = time.perf_counter() - wire.zero
     finally:
         wire.detach()
+    if not tells:
+        return {}
     lanes = probe.timeline(result["events"], kind)
     if wire.emulate:
         lanes["link"] = [[round(s, 6), round(e, 6)] for _, s, e in wire.lanes]
@@ -444,6 +500,7 @@ def forked(rank: int, world: int, job: dict, store: str, connection, log: str, l
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != leader:
             os._exit(1)
+    bind(rank, world, job)
     status = work(rank, world, job, store, connection.send)
     sys.stdout.flush()
     sys.stderr.flush()
