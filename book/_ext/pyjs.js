@@ -309,6 +309,7 @@ function any(values) { for (const value of values) if ($true(value)) return true
 function all(values) { for (const value of values) if (!$true(value)) return false; return true; }
 /** max and min: of several arguments or of one iterable; the first of equals wins. */
 const $extreme = (sign) => Object.assign((...args) => {
+  if (args.length === 2 && typeof args[0] === "number" && typeof args[1] === "number") return sign * (args[1] - args[0]) > 0 ? args[1] : args[0];
   const words = args.length && args.at(-1) instanceof $Words ? args.pop() : {};
   const values = args.length === 1 ? args[0] : args;
   let best, rank;

@@ -37,6 +37,8 @@ RESERVED = set(
 )
 # Methods that JavaScript's own objects have under the same name, with another meaning.
 CLASHING = {"sort", "split", "replace", "pop"}
+# Functions that take all of an iterable: a generator expression in them may be a list, which is faster.
+EXHAUSTING = set("dict frozenset list max min set sorted sum tuple".split())
 CLASS = re.compile(r"_*[A-Z]+[a-z]\w*$")
 
 BINARY = {
@@ -52,15 +54,15 @@ class Untranslatable(SyntaxError):
 
 
 def bundle(modules: dict[str, str], leave_out: Iterable[str] = (), exports: str = "") -> str:
-    """A JavaScript function expression that returns the module `exports` as an object.
+    """A JavaScript function expression that returns the module `exports` as an object, and with it `toPython` and `fromPython`.
 
     modules: {dotted name: source}, each after those that it imports. leave_out: functions and methods that the page does not need
-    ("Class.method"). Raises Untranslatable.
+    ("module.function", "module.Class.method"). Raises Untranslatable.
     """
     trees = {name: ast.parse(source) for name, source in modules.items()}
     methods = {f.name for tree in trees.values() for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for f in c.body if _is_method(f)}
     parts = [_Module(name, tree, set(modules), methods, set(leave_out)).text() for name, tree in trees.items()]
-    return f"function () {{\n{RUNTIME.read_text()}\n{''.join(parts)}return {_flat(exports)};\n}}"
+    return f"function () {{\n{RUNTIME.read_text()}\n{''.join(parts)}return {{ ...{_flat(exports)}, toPython: $python, fromPython: $plain }};\n}}"
 
 
 def _flat(module: str) -> str:
@@ -88,7 +90,7 @@ class _Module:
         raise Untranslatable(f"{self.name}, line {getattr(node, 'lineno', '?')}: {what} is outside the subset of pyjs")
 
     def text(self) -> str:
-        body = [node for node in self.tree.body if not (isinstance(node, ast.FunctionDef) and node.name in self.leave_out)]
+        body = [node for node in self.tree.body if not (isinstance(node, ast.FunctionDef) and f"{self.name}.{node.name}" in self.leave_out)]
         for node in body:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 self.bring(node)
@@ -253,7 +255,7 @@ class _Module:
         code += f"{name} = class {name} extends {'$NamedTuple' if base == 'NamedTuple' else self.value(node.bases[0]) if node.bases else base} {{}};\n"
         for part in node.body:
             if isinstance(part, ast.FunctionDef):
-                if f"{node.name}.{part.name}" in self.leave_out:
+                if f"{self.name}.{node.name}.{part.name}" in self.leave_out:
                     continue
                 kinds = [ast.unparse(d) for d in part.decorator_list]
                 if len(kinds) > 1 or (kinds and kinds[0] not in ("property", "cached_property", "classmethod", "staticmethod")):
@@ -390,7 +392,10 @@ class _Module:
             callee = f"{self.value(node.func.value)}.{_method(node.func.attr)}"
         else:
             callee = self.value(node.func)
-        args = self.items(node.args)
+        exhausting = getattr(node.func, "id", "") in EXHAUSTING
+        args = ", ".join(
+            self.of_ListComp(a) if exhausting and isinstance(a, ast.GeneratorExp) else self.items([a]) for a in node.args
+        )
         if not node.keywords:
             return f"new {callee}({args})" if kind == "class" else f"{callee}({args})"
         pairs = [f"...{self.value(k.value)}.items()" if k.arg is None else f"[{json.dumps(k.arg)}, {self.value(k.value)}]" for k in node.keywords]
