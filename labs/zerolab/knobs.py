@@ -152,6 +152,20 @@ def stage3_defaults() -> dict:
     return defaults
 
 
+def aliases() -> dict[str, str]:
+    """{field: ds_config key} of DeepSpeedZeroConfig where the two differ; DeepSpeed takes both."""
+    return {f.name: f.alias for f in fields().values() if f.alias}
+
+
+@cache
+def leaf_classes() -> frozenset[str]:
+    """Classes that DeepSpeed treats as leaf modules without being asked."""
+    for node in ast.parse(source("runtime/zero/leaf_module_config.py")).body:
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "DEFAULT_LEAF_MODULE_CLASSES":
+            return frozenset(ast.literal_eval(node.value))
+    raise LookupError("DeepSpeed's list of leaf module classes has moved; read the source again")
+
+
 def note_section() -> dict:
     """The note's own `zero_optimization` section (its value for each parameter; offload_param is absent, as it asks)."""
     return {k.key: k.note for k in KNOBS if k.note is not None}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
-from functools import cache
 
 from zerolab import knobs
 
@@ -47,7 +45,7 @@ RENAMED = {
 def resolve(config: Mapping | None) -> dict:
     """The full `zero_optimization` section under DeepSpeed's key names, every missing key at its default. Raises Unpredictable."""
     z = {"leaf_module": None, "cpu_offload_use_pin_memory": None, **knobs.stage3_defaults()}
-    alias = {f.name: f.alias for f in knobs.fields().values() if f.alias} | RENAMED
+    alias = {**knobs.aliases(), **RENAMED}
     for key, value in (config or {}).items():
         name = alias.get(key, key)
         if name not in z:
@@ -80,23 +78,13 @@ def check(trace: ModuleTrace, z: Mapping, world: int, dtypes: tuple[str, ...]) -
         raise ValueError(f"dtype must be one of {', '.join(BYTES)}, not {unknown[0]!r}")
     if trace.refused:
         raise Unpredictable(f"this model is not followed: {trace.refused[0]}")
-    leaf = next((m for m in trace.modules if m.cls in leaf_classes()), None)
+    leaf = next((m for m in trace.modules if m.cls in knobs.leaf_classes()), None)
     if leaf:
         raise Unpredictable(f"{leaf.name} ({leaf.cls}) is a leaf module to DeepSpeed: it is fetched whole, whichever experts run")
     if bool(z["memory_efficient_linear"]) != trace.linear:
         raise ValueError(
             f"memory_efficient_linear is {z['memory_efficient_linear']}: capture the model with linear={not trace.linear}"
         )
-
-
-@cache
-def leaf_classes() -> frozenset[str]:
-    """Classes that DeepSpeed treats as leaf modules without being asked."""
-    tree = ast.parse(knobs.source("runtime/zero/leaf_module_config.py"))
-    for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "DEFAULT_LEAF_MODULE_CLASSES":
-            return frozenset(ast.literal_eval(node.value))
-    raise LookupError("DeepSpeed's list of leaf module classes has moved; read the source again")
 
 
 def arguments(ds_config: Mapping) -> dict:

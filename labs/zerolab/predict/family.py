@@ -16,7 +16,6 @@ from .moduletrace import Module, ModuleTrace, Parameter
 
 SHALLOW = 4
 LAYER = re.compile(r"\blayers\.(\d+)\b")
-LIVE = slice(0, 2)  # of a span: its live bytes and their peak
 
 
 def layer_of(name: str) -> int | None:
