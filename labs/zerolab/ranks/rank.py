@@ -53,7 +53,8 @@ def share_cores(rank: int, world: int, job: dict) -> None:
     thread interrupt another.
 
     A gloo message wakes three threads of a rank. Across cores, and each time in place of whoever computes, that takes half of a
-    step. `deepspeed --bind_cores_to_rank` binds ranks, too.
+    step. `deepspeed --bind_cores_to_rank` binds ranks, too. A rank that sleeps on an emulated wire must wake on time, so it may
+    interrupt.
     """
     if job["work"] == "plain" or os.environ.get("DS_ACCELERATOR") == "cuda" or not hasattr(os, "SCHED_BATCH"):
         return
@@ -62,7 +63,8 @@ def share_cores(rank: int, world: int, job: dict) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if max(threads) == 1 and len(cores) < world and world % len(cores) == 0:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        if not any(variant.get("wire") for variant in variants.values()):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def drop_shared_buffers() -> None:
