@@ -56,7 +56,7 @@ unit: $(VENV)/.setup
 	pytest tests -m "not site"
 
 site: $(VENV)/.zerolab
-	pytest tests/test_site.py _build/jupyter_execute/labs \
+	pytest tests/test_site.py tests/test_planner.py _build/jupyter_execute/labs \
 	  --nbval --nbval-current-env --nbval-cell-timeout 900 --nbval-sanitize-with tests/nbval_sanitize.cfg --timeout 1000
 
 # Settings of its own, so that nobody's own JupyterLab changes: a double click opens a lab as a notebook.

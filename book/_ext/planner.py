@@ -13,11 +13,11 @@ import sys
 from html import escape
 from pathlib import Path
 
-import pyjs
 from docutils import nodes
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
+import pyjs
 from zerolab import knobs, model, planner, planning, report
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+
 from zerolab.experiment import Experiment, ZerolabError
 from zerolab.ranks import RanksError
 
@@ -46,6 +48,61 @@ def your_turn(experiment: Experiment, key: str, values, label: str = "base", sho
 
     button.on_click(run)
     return w.VBox([w.HBox([choice, button]), output])
+
+
+def planner(machine: str = "h200-x2-nvlink"):
+    """The planner page as a form in a notebook: the same controls and presets, planned in Python at every change. Returns the widget.
+
+    machine: whose rates to begin with, a folder of labs/results that holds a machine.json.
+    """
+    import ipywidgets as w
+
+    from zerolab import planner as form
+    from zerolab import planning, report
+
+    names = [name for name in report.recorded_machines() if (report.RESULTS / name / "machine.json").exists()]
+    values, wide = form.start(machine), {"style": {"description_width": "20em"}, "layout": {"width": "36em"}}
+    fields, groups = {}, {}
+    for control in form.controls(names):
+        about = {"description": f"{control.label} ({control.unit})" if control.unit else control.label, **wide}
+        if control.kind == "choice":
+            field = w.Dropdown(options=control.options, value=values[control.key], **about)
+        elif control.kind == "switch":
+            field = w.Checkbox(value=values[control.key], indent=False, **about)
+        else:
+            field = w.Text(value=_text(values[control.key]), continuous_update=False, **about)
+        fields[control.key] = field
+        groups.setdefault(control.group, []).append(field)
+    preset = w.Dropdown(options=["your own", *form.presets(values["model"])], description="Preset", **wide)
+    answer = w.HTML()
+    filling = []
+
+    def replan(_=None):
+        if filling:
+            return
+        try:
+            v = form.checked({key: field.value for key, field in fields.items()}, names)
+            kind = None if v["checkpointing"] == "none" else v["checkpointing"]
+            asked = {key: v[key] for key in ("model", "world", "lora", "micro_batch", "seq", "accumulation", "machine")}
+            memory = v["gpu_memory"] * form.GIB
+            found = planning.plan(**asked, config=form.ds_config(v), checkpointing=kind, link=v["link"] * 1e9 or None, gpu_memory=memory)
+            answer.value = f"<pre>{html.escape(planning.describe(found))}</pre>"
+        except (ValueError, ZerolabError, RanksError) as error:
+            answer.value = f"<p><b>{html.escape(str(error))}</b></p>"
+
+    def fill(change):
+        filling.append(True)
+        for key, value in form.presets(fields["model"].value).get(change["new"], {}).items():
+            fields[key].value = value if isinstance(value, bool) or fields[key].__class__ is w.Dropdown else _text(value)
+        filling.clear()
+        replan()
+
+    preset.observe(fill, "value")
+    for field in fields.values():
+        field.observe(replan, "value")
+    replan()
+    boxes = w.Accordion([w.VBox(found) for found in groups.values()], titles=list(groups), selected_index=0)
+    return w.VBox([preset, boxes, answer])
 
 
 def _text(value) -> str:
