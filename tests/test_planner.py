@@ -94,10 +94,16 @@ def difference(ours, theirs, at="plan"):
 
 
 @pytest.fixture(scope="module")
-def visit():
+def site():
     if not (SITE / PAGE).exists():
         pytest.fail("there is no built book: make book")
-    with served() as address, browser() as chromium, Visit(chromium, address, PAGE) as seen:
+    with served() as address, browser() as chromium:
+        yield chromium, address
+
+
+@pytest.fixture(scope="module")
+def visit(site):
+    with Visit(*site, PAGE) as seen:
         seen.page.wait_for_selector("#planner-result:not([hidden])", timeout=60_000)
         yield seen
         assert not seen.foreign and not seen.broken and not seen.errors
@@ -157,7 +163,7 @@ def test_every_control_has_a_label_and_the_keyboard_reaches_it(visit):
     assert page.evaluate("[...document.querySelectorAll('#planner input, #planner select')].every(field => field.labels.length)")
 
 
-def test_it_fits_a_phone():
-    with served() as address, browser() as chromium, Visit(chromium, address, PAGE, width=360) as seen:
+def test_it_fits_a_phone(site):
+    with Visit(*site, PAGE, width=360) as seen:
         seen.page.wait_for_selector("#planner-result:not([hidden])", timeout=60_000)
         assert seen.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")

@@ -209,6 +209,6 @@ class Planner:
             self.traced = wanted
         machine = self.machines[v["machine"]]
         if v["link"]:
-            machine = replace(machine, name=f"{machine.name}, link {v['link']:.16g} GB/s", bandwidth=v["link"] * 1e9)
+            machine = replace(machine, name=f"{machine.name}, link {v['link']:.6g} GB/s", bandwidth=v["link"] * 1e9)
         config = ds_config(v)
         return {**plan(self.trace, config, v["world"], machine, v["gpu_memory"] * GIB, turns), "ds_config": config}
