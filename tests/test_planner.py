@@ -9,11 +9,12 @@ import random
 import pytest
 
 from browser import SITE, Visit, browser, served
-from zerolab import planner, planning, report
+from zerolab import planner, planning
 
 pytestmark = pytest.mark.site
 PAGE = "book/planner.html"
 INPUTS = 300
+MACHINES = list(planning.machines())
 RUN = """async (inputs) => {
   const engine = plannerEngine(), mine = new engine.Planner(engine.toPython(plannerData.machines)), texts = new Map();
   const listener = window.plannerFamily;
@@ -42,14 +43,9 @@ RUN = """async (inputs) => {
 }"""
 
 
-def machines() -> dict[str, dict]:
-    names = [name for name in report.recorded_machines() if (report.RESULTS / name / "machine.json").exists()]
-    return {name: planning.rates_of(name).to_json() for name in names}
-
-
 def python() -> planner.Planner:
     """The planner as Python runs it, with the families that the site ships."""
-    found = planner.Planner(machines())
+    found = planner.Planner(planning.machines())
     for path in (SITE / "_static" / "planner").glob("*.js"):
         if path.name != "engine.js":
             name, text = json.loads(f"[{path.read_text().strip().removeprefix('plannerFamily(').removesuffix(');')}]")
@@ -61,7 +57,7 @@ def draws(count: int) -> list[dict]:
     draw, found = random.Random(20), []
     for _ in range(count):
         values = {}
-        for control in planner.controls(list(machines())):
+        for control in planner.controls(MACHINES):
             if control.kind == "choice":
                 values[control.key] = draw.choice(control.options)
             elif control.kind == "switch":
@@ -127,7 +123,7 @@ def test_the_page_says_what_python_says(visit):
 
 def test_presets_fill_the_form_and_plan(visit):
     page, mine = visit.page, python()
-    values = planner.start(list(machines())[0])
+    values = planner.start(MACHINES[0])
     for name in planner.presets(values["model"]):
         values |= planner.presets(values["model"])[name]
         page.select_option("#planner-preset", name)
@@ -156,10 +152,10 @@ def test_every_control_has_a_label_and_the_keyboard_reaches_it(visit):
     page = visit.page
     page.focus("#planner-preset")
     reached = set()
-    for _ in range(2 * len(planner.controls(list(machines())))):
+    for _ in range(2 * len(planner.controls(MACHINES))):
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.name || ''"))
-    assert {control.key for control in planner.controls(list(machines()))} <= reached
+    assert {control.key for control in planner.controls(MACHINES)} <= reached
     assert page.evaluate("[...document.querySelectorAll('#planner input, #planner select')].every(field => field.labels.length)")
 
 

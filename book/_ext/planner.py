@@ -18,7 +18,7 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
 import pyjs
-from zerolab import knobs, model, planner, planning, report
+from zerolab import knobs, model, planner, planning
 
 ROOT = Path(__file__).resolve().parents[2]
 LABS = ROOT / "labs" / "zerolab"
@@ -53,15 +53,9 @@ def _literal(value) -> str:
     return f"frozenset({sorted(value)!r})" if isinstance(value, frozenset) else repr(value)
 
 
-def machines() -> dict[str, dict]:
-    """{name: rates} of every recorded machine that has been calibrated."""
-    names = [name for name in report.recorded_machines() if (report.RESULTS / name / "machine.json").exists()]
-    return {name: planning.rates_of(name).to_json() for name in names}
-
-
 def script() -> str:
     """planner-engine.js: the predictor, as a function whose text also makes the worker."""
-    data = json.dumps({"machines": machines()})
+    data = json.dumps({"machines": planning.machines()})
     return f"const plannerData = {data};\nconst plannerEngine = {pyjs.bundle(sources(), LEFT_OUT, exports='zerolab.planner')};\n"
 
 
@@ -80,7 +74,7 @@ def families() -> list[tuple[str, str, bool, str]]:
 
 def form() -> str:
     """The page's HTML. Every control has a label; results are announced in one line."""
-    known = list(machines())
+    known = list(planning.machines())
     start = planner.start(known[0])
     groups: dict[str, list[str]] = {}
     for control in planner.controls(known):

@@ -196,7 +196,7 @@
   }
 
   function turnRows(turns) {
-    const value = (v) => (v === null ? "off" : typeof v === "object" ? v.device : v.toExponential().replace("e+", "e"));
+    const value = (v) => (v === null ? "off" : typeof v === "object" ? v.device : v === 0 ? "0" : v.toExponential().replace("e+", "e"));
     const sign = (size) => `${size < 0 ? "−" : "+"}${gib(Math.abs(size))}`;
     return table("Each alone, against the plan above", ["Change", "Step time", "Peak memory"],
       turns.map((turn) => [make("code", {}, `${turn.key}: ${value(turn.value)}`), `× ${turn.time.toFixed(2)}`, sign(turn.memory)]));

@@ -14,7 +14,7 @@ from zerolab.predict.plan import describe
 from zerolab.predict.time import Machine
 from zerolab.progress import Progress
 
-__all__ = ["describe", "plan", "plans", "rates_of"]
+__all__ = ["describe", "machines", "plan", "plans", "rates_of"]
 
 LINKS = {"nvlink": "h200-x2-nvlink", "pcie-shm": "h200-x2-shm", "gloo": "cpu-x4"}
 UNITS = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -26,10 +26,15 @@ def rates_of(name: str) -> Machine:
     try:
         return Machine.load(path)
     except OSError:
-        known = sorted(folder for folder in report.recorded_machines() if (report.RESULTS / folder / "machine.json").exists())
-        raise ZerolabError(f"no rates of {name!r}; there are {', '.join(known)}, and `zerolab calibrate` measures yours") from None
+        raise ZerolabError(f"no rates of {name!r}; there are {', '.join(machines())}, and `zerolab calibrate` measures yours") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ZerolabError(f"{path} holds no machine's rates: {error}") from None
+
+
+def machines() -> dict[str, dict]:
+    """{name: rates} of every recorded machine; first those that talk as the note's cards do, through shared memory."""
+    names = [name for name in report.recorded_machines() if (report.RESULTS / name / "machine.json").exists()]
+    return {name: rates_of(name).to_json() for name in sorted(names, key=lambda name: (name.startswith("cpu"), "shm" not in name, name))}
 
 
 def size(text: str) -> float:

@@ -50,18 +50,15 @@ def your_turn(experiment: Experiment, key: str, values, label: str = "base", sho
     return w.VBox([w.HBox([choice, button]), output])
 
 
-def planner(machine: str = "h200-x2-nvlink"):
-    """The planner page as a form in a notebook: the same controls and presets, planned in Python at every change. Returns the widget.
-
-    machine: whose rates to begin with, a folder of labs/results that holds a machine.json.
-    """
+def planner():
+    """The planner page as a form in a notebook: the same controls and presets, planned in Python at every change. Returns the widget."""
     import ipywidgets as w
 
     from zerolab import planner as form
-    from zerolab import planning, report
+    from zerolab import planning
 
-    names = [name for name in report.recorded_machines() if (report.RESULTS / name / "machine.json").exists()]
-    values, wide = form.start(machine), {"style": {"description_width": "20em"}, "layout": {"width": "36em"}}
+    names = list(planning.machines())
+    values, wide = form.start(names[0]), {"style": {"description_width": "20em"}, "layout": {"width": "36em"}}
     fields, groups = {}, {}
     for control in form.controls(names):
         about = {"description": f"{control.label} ({control.unit})" if control.unit else control.label, **wide}
