@@ -166,7 +166,9 @@ def recorded_rows() -> list[list[str]]:
     """One row for every recorded machine: what ran there, and where that comes from."""
     rows = []
     for name in report.recorded_machines():
-        runs = [report.Report.load(path) for path in sorted(report.results_folder(name).glob("*.json"))]
+        runs = [report.Report.load(path) for path in sorted(report.results_folder(name).glob("[0-9]*.json"))]
+        if not runs:
+            continue  # rates alone
         where = dict.fromkeys(" · ".join(run.line.split(" · ")[:3]) for run in runs)  # devices, versions, commit
         dates = sorted(run.provenance["date"] for run in runs)
         days = " to ".join(dict.fromkeys(date[:10] for date in (dates[:1] + dates[-1:])))
