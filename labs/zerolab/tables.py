@@ -122,7 +122,8 @@ def recorded_ratios(name: str, phase: str = "total"):
         for v in report:
             row = {"variant": v.name}
             if not v.ok:
-                rows.append(row | {"step, s": f"{v.status}: {v.message}"})
+                # PyTorch's message goes on with the card's state and advice; the first sentence is the finding.
+                rows.append(row | {"step, s": f"{v.status}: {v.message.split('. GPU ')[0]}"})
                 continue
             row["step, s"] = f"{v.seconds():.3f}" if v.times() else "–"
             timed = v.times() and report[report.base].times() and v.name != report.base

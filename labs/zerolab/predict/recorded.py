@@ -26,8 +26,10 @@ def reports(folder: str) -> list[Report]:
 
 
 def _timed(found: list[Report]):
-    """Timed variants whose optimizer and threads are those that a Machine's rates stand for."""
+    """Timed training steps whose optimizer and threads are those that a Machine's rates stand for."""
     for report in found:
+        if report.experiment.get("function"):
+            continue  # something of a lab's own was timed, no step
         usual = report.provenance["threads"]
         for variant in report:
             spec = variant.data["variant"]
