@@ -13,7 +13,7 @@ from zerolab.experiment import ZerolabError, call
 from zerolab.progress import Progress
 from zerolab.tables import gib, human
 
-LEVELS = ("refused", "inert", "default", "matters", "beware")
+LEVELS = ("refused", "beware", "matters", "inert", "default")  # the gravest first
 SAVING = {"stage3_gather_16bit_weights_on_model_save": "; it acts when the model is saved"}
 
 
@@ -95,8 +95,7 @@ def _finding(key: str, value, default, effect: dict) -> Finding:
 
 
 def _sorted(found: list[Finding]) -> list[Finding]:
-    order = {level: i for i, level in enumerate(("refused", "beware", "matters", "inert", "default"))}
-    return sorted(found, key=lambda f: order[f.level])
+    return sorted(found, key=lambda f: LEVELS.index(f.level))
 
 
 def describe(found: list[Finding]) -> str:

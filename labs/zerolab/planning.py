@@ -10,6 +10,7 @@ from pathlib import Path
 from zerolab import report, userconfig
 from zerolab.experiment import ZerolabError, call
 from zerolab.model import SIZES
+from zerolab.predict.models import config_file
 from zerolab.predict.plan import describe
 from zerolab.predict.time import Machine
 from zerolab.progress import Progress
@@ -49,12 +50,11 @@ def hidden_size(model: str) -> int:
     """Of a built-in model or a config.json. Raises ZerolabError."""
     if model in SIZES:
         return SIZES[model]["hidden"]
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
     try:
+        path = config_file(model)
         config = json.loads(path.read_text())
-    except OSError:
-        raise ZerolabError(f"{model}: neither a config.json, nor a folder with one, nor one of {', '.join(SIZES)}") from None
+    except OSError as error:
+        raise ZerolabError(str(error)) from None
     except ValueError as error:
         raise ZerolabError(f"{path} is not JSON: {error}") from None
     found = config.get("hidden_size") or (config.get("text_config") or {}).get("hidden_size")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import statistics
 
-from .moduletrace import ModuleTrace
+from .moduletrace import ACCESS, GRADIENT, LINEAR, ModuleTrace
 from .schedule import Schedule
 
 COSTS = ("operators", "hooks", "collectives", "parameters", "tiles")
-MARKERS = ("G", "L", "X")  # events that are no module's hook
+MARKERS = (GRADIENT, LINEAR, ACCESS)  # events that are no module's hook
 
 
 def features(trace: ModuleTrace, schedule: Schedule, phases: tuple[str, ...] = ("forward", "backward", "step")) -> dict[str, int]:

@@ -15,7 +15,7 @@ from .gathered import padded
 from .moduletrace import ModuleTrace
 from .schedule import Schedule, on_host
 
-# cuBLAS and cuBLASLt: 32 MiB each on Hopper, as PyTorch asks for it (aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize).
+# What the recorded H200 runs hold between steps beyond the engine's own tensors, to a few MiB: room for CUDA's matrix libraries.
 WORKSPACE = 64 * 2**20
 
 
@@ -67,7 +67,8 @@ def memory(
     config, dtype, communication: as `schedule` got them. torch_adam: PyTorch's AdamW in place of DeepSpeed's fused one (it takes a
     square root of the second moments beside them). workspace: of the CUDA libraries, bytes.
 
-    Raises Unpredictable without `memory_efficient_linear`. Not in it, since PyTorch's allocator does not hold it either: the CUDA context and NCCL's buffers.
+    Raises Unpredictable without `memory_efficient_linear`. Not in it, since PyTorch's allocator does not hold it either: the CUDA
+    context and NCCL's buffers.
     """
     z = resolve(config)
     if not z["memory_efficient_linear"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 from zerolab.model import SIZES, shape
@@ -15,22 +16,29 @@ def trace_of(model: str, lora: int = 0, checkpointing: str | None = None, micro_
     model: a name of `zerolab.model.SIZES`, or a config.json of transformers, or a folder that holds one. lora: rank of adapters on all
     linear layers. checkpointing: "reentrant" or "non-reentrant". Raises FileNotFoundError, ValueError for an unknown architecture.
     """
-    if model in SIZES:
-        return family.deepen(shallow(model, lora, checkpointing, micro_batch, seq, linear), shape(model)["layers"])
+    if model not in SIZES:
+        return from_config(config_file(model), lora, checkpointing, micro_batch, seq, linear)
+    return _built_in({"size": model, "lora": lora, "checkpointing": checkpointing}, micro_batch, seq, linear)
+
+
+def config_file(model: str) -> Path:
+    """The config.json that a path or a folder means. Raises FileNotFoundError with what else it could be."""
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"{model}: neither a config.json, nor a folder with one, nor one of {', '.join(SIZES)}")
-    return from_config(path, lora, checkpointing, micro_batch, seq, linear)
+    return path
 
 
-def shallow(size: str, lora: int, checkpointing: str | None, micro_batch: int, seq: int, linear: bool = True):
-    """The trace of a built-in model with only as many layers as a family needs."""
+def _built_in(model: dict, micro_batch: int, seq: int, linear: bool = True):
     from .specs import trace_of as captured
 
-    model = {"size": size, "lora": lora, "checkpointing": checkpointing, "layers": family.SHALLOW}
-    zero = {"memory_efficient_linear": linear}
-    return captured({"model": model, "micro_batch": micro_batch, "seq": seq, "accumulation": 1, "zero": zero})
+    return captured({"model": model, "micro_batch": micro_batch, "seq": seq, "accumulation": 1, "zero": {"memory_efficient_linear": linear}})
+
+
+def shallow(size: str, lora: int, checkpointing: str | None, micro_batch: int, seq: int):
+    """The trace of a built-in model with only as many layers as a family needs."""
+    return _built_in({"size": size, "lora": lora, "checkpointing": checkpointing, "layers": family.SHALLOW}, micro_batch, seq)
 
 
 def family_of(size: str, lora: bool, checkpointing: str | None) -> family.Family:
@@ -42,6 +50,7 @@ def family_of(size: str, lora: bool, checkpointing: str | None) -> family.Family
     return family.build(shape(size)["layers"], lora, capture)
 
 
+@lru_cache(maxsize=8)  # a doctor asks for the same model a dozen times
 def from_config(path: Path, lora: int, checkpointing: str | None, micro_batch: int, seq: int, linear: bool):
     """As `trace_of`, for a causal language model of transformers; adapters by peft, added after zero.Init as the Trainer does."""
     import torch

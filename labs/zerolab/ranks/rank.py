@@ -52,8 +52,8 @@ def share_cores(rank: int, world: int, job: dict) -> None:
     """Where there are fewer cores than ranks, the same number of one-threaded ranks for each: keep a rank on its core, and let no
     thread interrupt another.
 
-    A gloo message wakes three threads of a rank. Across cores, and each time in place of whoever computes, that takes half of a
-    step. `deepspeed --bind_cores_to_rank` binds ranks, too. A rank that sleeps on an emulated wire must wake on time, so it may
+    A gloo message wakes three threads of a rank. Across cores, and each time in place of whoever computes, that costs more
+    than the message. `deepspeed --bind_cores_to_rank` binds ranks, too. A rank that sleeps on an emulated wire must wake on time, so it may
     interrupt.
     """
     if job["work"] == "plain" or os.environ.get("DS_ACCELERATOR") == "cuda" or not hasattr(os, "SCHED_BATCH"):
