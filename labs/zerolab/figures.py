@@ -398,3 +398,26 @@ def waterfall(plans: dict[str, dict[str, dict]], note_below: str, title: str | N
     figure.suptitle(title)
     figure.text(0.01, -0.02, note_below, fontsize=6.5, color="#777777", va="top")
     return figure
+
+
+def lanes(plans: dict[str, dict], note_below: str):
+    """Predicted timelines of one step: what each lane of a machine does when, a group of lanes for each plan (made with `keep`).
+
+    plans: {label: plan}, see `planning.plans`. note_below: whose rates, for the line under the figure.
+    """
+    colours = {"host": OPS["broadcast"], "compute": COMPUTE, "link": LINK, "copies": COPY}
+    figure, axis = _axes(len(plans), height=0.95, least=1.8)
+    ticks, labels = [], []
+    for row, (label, plan) in enumerate(plans.items()):
+        used = {lane: spans for lane, spans in plan["lanes"].items() if spans}
+        for i, (lane, spans) in enumerate(used.items()):
+            y = row + (i - (len(used) - 1) / 2) * 0.24
+            axis.broken_barh([(a, b - a) for a, b in spans], (y - 0.1, 0.2), color=colours[lane], linewidth=0)
+            ticks.append(y)
+            labels.append(f"{label}: {lane}" if i == 0 else lane)
+    axis.set_yticks(ticks, labels, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(left=0)
+    axis.set_xlabel("s since the step began, predicted")
+    figure.text(0.01, -0.02, note_below, fontsize=6.5, color="#777777", va="top")
+    return figure

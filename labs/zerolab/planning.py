@@ -104,7 +104,7 @@ def plans(asked: dict[str, dict], progress: bool = True) -> dict[str, dict]:
     """{label: plan} (see `predict.plan`) for {label: what is asked}, with these words, all of them optional:
 
     model, config (a ds_config; {} means DeepSpeed's stage-3 defaults in bf16), world, lora, checkpointing, micro_batch, seq, accumulation,
-    machine, link (a name, or bytes/s of bus bandwidth), gpu_memory (bytes), launcher, turns. Raises ZerolabError with what to change.
+    machine, link (a name, or bytes/s of bus bandwidth), gpu_memory (bytes), launcher, turns, keep (the lanes' intervals). Raises ZerolabError with what to change.
     """
     jobs = [job(**words) for words in asked.values()]
     bar = Progress(1, "planning: importing torch, building the model without weights", show=progress)
@@ -129,6 +129,7 @@ def job(
     gpu_memory: float | None = None,
     launcher: str = "hf",
     turns: bool = True,
+    keep: bool = False,
 ) -> dict:
     """The arguments of `predict.models.plan_json` for the words of `plans`. Raises ZerolabError."""
     config = resolved(config or {}, model, launcher, micro_batch, accumulation)
@@ -138,4 +139,4 @@ def job(
     elif link:
         rates = replace(rates, name=f"{rates.name}, link {link / 1e9:g} GB/s", bandwidth=link)
     what = {"model": model, "lora": lora, "checkpointing": checkpointing, "micro_batch": config["train_micro_batch_size_per_gpu"], "seq": seq}
-    return {"model": what, "ds_config": config, "world": world, "machine": rates.to_json(), "gpu_memory": gpu_memory, "turns": turns}
+    return {"model": what, "ds_config": config, "world": world, "machine": rates.to_json(), "gpu_memory": gpu_memory, "turns": turns, "keep": keep}

@@ -81,14 +81,14 @@ def plans_json(jobs: list[dict]) -> list[dict]:
     return [plan_json(**job) for job in jobs]
 
 
-def plan_json(model: dict, ds_config: dict, world: int, machine: dict, gpu_memory: float | None, turns: bool = True) -> dict:
+def plan_json(model: dict, ds_config: dict, world: int, machine: dict, gpu_memory: float | None, turns: bool = True, keep: bool = False) -> dict:
     """`plan()` of a model that is built here: what a rank process runs for the command line. model: arguments of `trace_of`."""
     from .config import arguments, resolve
     from .plan import plan
     from .time import Machine
 
     linear = bool(resolve(arguments(ds_config)["config"])["memory_efficient_linear"])
-    return plan(trace_of(**model, linear=linear), ds_config, world, Machine(**machine), gpu_memory, turns)
+    return plan(trace_of(**model, linear=linear), ds_config, world, Machine(**machine), gpu_memory, turns, keep)
 
 
 def without_each(job: dict) -> dict:
