@@ -110,3 +110,9 @@ def test_engines_of_one_group_each_have_their_own_linear():
     first, plain, again = experiment.run(save=False, progress=False)
     # A CPU rank's peak depends a little on when gloo's threads let go of a buffer.
     assert plain.memory["forward"] > 1.5 * max(first.memory["forward"], again.memory["forward"])
+
+
+def test_memory_on_gpus_wants_a_fresh_group(monkeypatch):
+    monkeypatch.setattr("zerolab.machine.tier", lambda world: "gpu")
+    assert Experiment("e", {"a": {}}, watch=("memory",), fresh=False).fresh
+    assert not Experiment("e", {"a": {}}, watch=(), fresh=False).fresh

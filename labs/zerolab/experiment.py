@@ -39,7 +39,7 @@ class Experiment:
     warmup: steps before anything counts (3: a trace must be complete). rounds × steps: timed blocks per variant, in
     rotating order; rounds=0 counts only. watch: parts of the watch pass ("memory", "timeline", "alive", "ops"). fresh: a group of its own
     for each watched variant, since engines leave memory behind; without it the engines that are timed are watched while they warm up,
-    and once more after the last round. wire: an emulated link,
+    and once more after the last round (not on GPUs where memory is watched). wire: an emulated link,
     {"latency": s, "bandwidth": bytes/s}. limit: seconds of silence after which a group counts as hung. cap: GiB per rank, beyond
     which allocations fail. isolate: a fresh group for each variant also when timing. function, arguments: what the ranks call in
     place of clock and watch, see `run_with`. foretold: variants that are predicted and not run; counts are as exact, and the report says
@@ -73,6 +73,8 @@ class Experiment:
         if self.gpu and machine.tier(self.world) == "gpu":
             for key, value in self.gpu.items():
                 setattr(self, key, value)
+        if "memory" in self.watch and machine.tier(self.world) == "gpu":
+            self.fresh = True  # a card's absolute peak is right only where no other engine lies beside
         if self.warmup < (3 if self.rounds else 1):
             raise ZerolabError("warmup must be at least 3 before timing: the first steps record the trace")
         if not self.variants:

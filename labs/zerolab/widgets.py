@@ -67,7 +67,7 @@ def planner():
         elif control.kind == "switch":
             field = w.Checkbox(value=values[control.key], indent=False, **about)
         else:
-            field = w.Text(value=_text(values[control.key]), continuous_update=False, **about)
+            field = w.Text(value=str(values[control.key]), continuous_update=False, **about)
         fields[control.key] = field
         groups.setdefault(control.group, []).append(field)
     preset = w.Dropdown(options=["your own", *form.presets(values["model"])], description="Preset", **wide)
@@ -90,7 +90,7 @@ def planner():
     def fill(change):
         filling.append(True)
         for key, value in form.presets(fields["model"].value).get(change["new"], {}).items():
-            fields[key].value = value if isinstance(value, bool) or fields[key].__class__ is w.Dropdown else _text(value)
+            fields[key].value = value if isinstance(value, bool) or fields[key].__class__ is w.Dropdown else str(value)
         filling.clear()
         replan()
 
