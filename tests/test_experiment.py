@@ -116,3 +116,17 @@ def test_memory_on_gpus_wants_a_fresh_group(monkeypatch):
     monkeypatch.setattr("zerolab.machine.tier", lambda world: "gpu")
     assert Experiment("e", {"a": {}}, watch=("memory",), fresh=False).fresh
     assert not Experiment("e", {"a": {}}, watch=(), fresh=False).fresh
+
+
+def test_foretold_variants_are_predicted_and_what_ran_confirms_them():
+    variants = {"run": {}, "foretold": {"reduce_bucket_size": 1e4}}
+    experiment = Experiment("e", variants, model={**TINY, "layers": 2}, base=EVERYTHING_GATHERED, seq=8, rounds=0, watch=(), fresh=False)
+    report = experiment.replace(foretold=("foretold",)).run(save=False, progress=False)
+    assert [v.foretold for v in report] == [False, True] and experiment.replace(foretold=("foretold",)).confirm(report) == ["run"]
+    real = experiment.run(save=False, progress=False)
+    for ours, theirs in zip(report, real):
+        assert [c.key for c in ours.collectives()] == [c.key for c in theirs.collectives()]
+        assert (ours.peak_resident, ours.kept, ours.tiles, ours.model) == (theirs.peak_resident, theirs.kept, theirs.tiles, theirs.model)
+    report["run"].data["collectives"][-1].pop()
+    with pytest.raises(AssertionError, match="run, step 2"):
+        experiment.confirm(report)

@@ -37,7 +37,7 @@ LEFT_OUT = {
     "zerolab.predict.plan.describe",
     "zerolab.predict.plan._verdict",
     "zerolab.predict.family.build",
-    *(f"zerolab.userconfig.{name}" for name in ("read", "parse", "_plain", "experiment", "_number")),
+    *(f"zerolab.userconfig.{name}" for name in ("read", "parse", "_plain", "experiment", "number")),
 }
 
 

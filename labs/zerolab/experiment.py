@@ -18,6 +18,7 @@ from zerolab import machine, ranks
 from zerolab.progress import Progress
 from zerolab.ranks import RanksError
 from zerolab.report import Report, results_folder
+from zerolab.trace import Collective, difference
 from zerolab.tunnel import shrink
 
 # What a variant may say beside keys of `zero_optimization`.
@@ -171,6 +172,18 @@ class Experiment:
     def _foretell(self) -> dict:
         """{variant: data} of those that are predicted, in the shape that a run would leave."""
         return self._predicted("foretold", self.foretold, steps=self.warmup) if self.foretold else {}
+
+    def confirm(self, report: Report) -> list[str]:
+        """The labels of a report's variants that were run, not foretold.
+
+        Raises AssertionError unless each of them made the predicted collectives, element for element, in every recorded step.
+        """
+        ran = [v.name for v in report if not v.foretold]
+        for label, data in self._predicted("foretold", ran, steps=self.warmup).items():
+            for step, expected in enumerate(data["collectives"]):
+                wrong = difference([Collective(*c) for c in expected], report[label].collectives(step))
+                assert not wrong, f"{label}, step {step}: {wrong}"
+        return ran
 
     def replace(self, **changes) -> Experiment:
         """The same experiment with some fields changed (its `gpu` replacements are already in)."""

@@ -27,14 +27,21 @@ def cells(path: Path, tag: str) -> list[str]:
     return found
 
 
-def experiments(number: str) -> list[Experiment]:
-    """The experiments of a lab, as its notebook defines them. Raises ZerolabError when there is no such lab."""
+def names(number: str, *tags: str) -> dict:
+    """What the cells of a lab that carry these tags define, run here one after the other. Raises ZerolabError when there is no such lab."""
     number = f"{int(number):02d}" if number.isdigit() else number
     if number not in files():
         raise ZerolabError(f"there is no lab {number}; there are {', '.join(files())}")
     namespace: dict = {}
-    for source in cells(files()[number], "experiment"):
-        exec(compile(source, str(files()[number]), "exec"), namespace)
+    for tag in tags:
+        for source in cells(files()[number], tag):
+            exec(compile(source, str(files()[number]), "exec"), namespace)
+    return namespace
+
+
+def experiments(number: str) -> list[Experiment]:
+    """The experiments of a lab, as its notebook defines them. Raises ZerolabError when there is no such lab, or it has none."""
+    namespace = names(number, "experiment")
     found = [value for value in namespace.values() if isinstance(value, Experiment)]
     if not found:
         raise ZerolabError(f"lab {number} has no cell tagged `experiment`")

@@ -80,8 +80,7 @@ def resolved(config: dict, model: str, launcher: str, micro_batch: int | None, a
     if not any(halves) or any(half.get("enabled") == "auto" for half in halves):
         found = {**found, "bf16": {"enabled": True}, "fp16": {"enabled": False}}
     for key, value in (("train_micro_batch_size_per_gpu", micro_batch), ("gradient_accumulation_steps", accumulation)):
-        given = found.get(key, 1)
-        found[key] = value or (1 if given == "auto" else int(given))
+        found[key] = value or userconfig.number(found, key, 1)
     return found
 
 

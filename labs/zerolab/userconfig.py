@@ -72,8 +72,8 @@ def experiment(config: dict, name: str, against: dict | None = None, **changes) 
     sections = {k: config[k] for k in KEPT_SECTIONS if k in config}
     fields = {
         "model": model,
-        "micro_batch": _number(config, "train_micro_batch_size_per_gpu", 1),
-        "accumulation": _number(config, "gradient_accumulation_steps", 1),
+        "micro_batch": number(config, "train_micro_batch_size_per_gpu", 1),
+        "accumulation": number(config, "gradient_accumulation_steps", 1),
         "rounds": 3,
         "steps": 1,
         **own,
@@ -83,6 +83,6 @@ def experiment(config: dict, name: str, against: dict | None = None, **changes) 
     return Experiment(name, variants, **fields)
 
 
-def _number(config: dict, key: str, fallback: int) -> int:
+def number(config: dict, key: str, fallback: int) -> int:
     value = config.get(key, fallback)
     return fallback if value == "auto" else int(value)
