@@ -7,6 +7,7 @@ import pytest
 from test_cli import NOTE, zerolab
 from zerolab import planning
 from zerolab.experiment import ZerolabError
+from zerolab.knobs import stage3_defaults
 from zerolab.predict import fit, time
 from zerolab.predict.config import arguments
 from zerolab.predict.models import trace_of
@@ -93,6 +94,7 @@ def test_turns_say_what_a_change_does(trace):
     found = plan(trace, BF16, 4, MACHINE)
     turns = {(t["key"], json.dumps(t["value"])): t for t in found["turns"]}
     assert 5 < len(turns) < len(TURNS)
+    assert not any(turn["value"] == stage3_defaults()[turn["key"]] for turn in found["turns"])  # a default is no change
     effects = [abs(t["time"] - 1) for t in found["turns"]]
     assert effects == sorted(effects, reverse=True)
     offload = next(t for (key, _), t in turns.items() if key == "offload_param")
@@ -127,5 +129,5 @@ def test_fit_finds_costs_again():
     rows = []
     for _ in range(40):
         features = {cost: draw.randrange(1, 4000) for cost in costs}
-        rows.append({"features": features, "seconds": fit.seconds(costs, features)})
+        rows.append({"features": features, "seconds": sum(costs[c] * features[c] for c in costs)})
     assert fit.fit(rows) == pytest.approx(costs, rel=1e-6)

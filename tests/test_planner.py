@@ -15,7 +15,7 @@ pytestmark = pytest.mark.site
 PAGE = "book/planner.html"
 INPUTS = 300
 MACHINES = list(planning.machines())
-RUN = """async (inputs) => {
+RUN = """async ([inputs, turns]) => {
   const engine = plannerEngine(), mine = new engine.Planner(engine.toPython(plannerData.machines)), texts = new Map();
   const listener = window.plannerFamily;
   window.plannerFamily = (name, text) => texts.set(name, text);
@@ -32,7 +32,7 @@ RUN = """async (inputs) => {
         });
         mine.learn(name, texts.get(name));
       }
-      answers.push({ plan: engine.fromPython(mine.plan(engine.toPython(values), false)) });
+      answers.push({ plan: engine.fromPython(mine.plan(engine.toPython(values), turns)) });
     } catch (error) {
       if (!error.args) throw error;
       answers.push({ error: error.message });
@@ -109,7 +109,7 @@ def test_the_page_says_what_python_says(visit):
     mine, inputs, wrong = python(), draws(INPUTS), 0
     for start in range(0, INPUTS, 20):
         some = inputs[start : start + 20]
-        for values, answer in zip(some, json.loads(visit.page.evaluate(RUN, some))):
+        for values, answer in zip(some, json.loads(visit.page.evaluate(RUN, [some, False]))):
             try:
                 ours = json.loads(json.dumps(mine.plan(values)))
             except ValueError as error:
@@ -119,6 +119,13 @@ def test_the_page_says_what_python_says(visit):
             assert "plan" in answer, (answer, values)
             assert not difference(ours, answer["plan"]), (difference(ours, answer["plan"]), values)
     assert 2 <= wrong < INPUTS / 10
+
+
+def test_one_change_at_a_time_too(visit):
+    mine, inputs = python(), [values for values in draws(20) if values["world"] and values["seq"] != "many"][:6]
+    for values, answer in zip(inputs, json.loads(visit.page.evaluate(RUN, [inputs, True]))):
+        ours = json.loads(json.dumps(mine.plan(values, turns=True)))
+        assert ours["turns"] and not difference(ours, answer["plan"]), (difference(ours, answer["plan"]), values)
 
 
 def test_presets_fill_the_form_and_plan(visit):

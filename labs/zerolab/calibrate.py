@@ -204,8 +204,7 @@ def operator_seconds(device: str) -> float:
     from zerolab.model import build
     from zerolab.predict.meter import Meter
 
-    arguments = {k: v for k, v in SMALL.items()}
-    model = build(**arguments).to(device, torch.bfloat16)
+    model = build(**SMALL).to(device, torch.bfloat16)
     batch = model.batch(1, 16, device, 0)
 
     def run():

@@ -39,10 +39,6 @@ def fit(rows: list[dict]) -> dict[str, float]:
     return dict(zip(COSTS, (found / scale).tolist()))
 
 
-def seconds(costs: dict[str, float], counts: dict[str, int]) -> float:
-    return sum(costs[c] * counts[c] for c in COSTS)
-
-
 def typical(errors: list[float]) -> tuple[float, float]:
     """Median and largest absolute relative error."""
     sizes = [abs(e) for e in errors]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .config import arguments
+from .config import arguments, resolve
 from .memory import memory
 from .moduletrace import ModuleTrace
 from .schedule import Schedule, schedule
@@ -58,7 +58,6 @@ def plan(
         found["gpu_memory"] = gpu_memory
     if keep:
         found["lanes"] = done.steady.lanes
-        found["resident"] = done.steady.resident[0]
     if turns:
         found["turns"] = _turns(trace, ds_config, world, machine, found)
     return found
@@ -92,13 +91,11 @@ def _outcome(trace, ds_config, world, machine, steps=3, keep=False) -> tuple[dic
 def _turns(trace, ds_config, world, machine, base) -> list[dict]:
     """Each turn's effect: step time as a ratio, peak memory as a difference in bytes; the largest effect on time first."""
     zero = dict(ds_config.get("zero_optimization") or {})
+    now = resolve(zero)  # what the config leaves out is at its default
     micro_steps = base["accumulation"]
     found = []
     for key, value in TURNS:
-        before = zero.get(key)
-        if before == value or (value is None and (before or {}).get("device", "none") == "none"):
-            continue
-        if isinstance(value, dict) and (before or {}).get("device", "none") != "none":
+        if now[key] == value or (isinstance(value, dict) and now[key]):
             continue
         # One micro-step stands for all: they differ from each other far less than turns do.
         changed = {**ds_config, "zero_optimization": {**zero, key: value}, "gradient_accumulation_steps": 1}
