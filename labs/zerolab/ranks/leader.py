@@ -119,16 +119,26 @@ def tail(log: Path, size=6000) -> str:
     return ""
 
 
-def stacks(log: Path, frames=6) -> str:
-    """The innermost frames of each rank's main thread, from what faulthandler wrote when the group hung."""
-    kept, left = [], 0
-    for line in log.read_text(errors="replace").splitlines():
-        if line.startswith("Current thread"):
-            left = frames + 1
-        if left:
-            kept.append(line)
-            left -= 1
-    return "\n".join(kept) or tail(log)
+def stacks(folder: Path, pids: list[int], frames=6, patience=10.0) -> str:
+    """Ask each rank where it stands; the innermost frames of each main thread.
+
+    faulthandler writes to the rank's own file (`rank.forked`): in one file the ranks would write into each other's lines.
+    A file that has stopped growing is complete; a rank that writes nothing for `patience` seconds is left out.
+    """
+    kept = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+        file, size, until = folder / f"stack.{pid}", 0, time.monotonic() + patience
+        while time.monotonic() < until:
+            time.sleep(0.2)
+            before, size = size, file.stat().st_size if file.exists() else 0
+            if before == size > 0:
+                break
+        lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+        start = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), len(lines))
+        kept += lines[start : start + 1 + frames]
+    return "\n".join(kept)
 
 
 class Group:
@@ -181,10 +191,8 @@ class Group:
                     yield {"event": "died", "rank": rank, "exitcode": process.exitcode, "log": tail(self.log)}
                     return
             if time.monotonic() - heard > self.limit:
-                for process in self.ranks:
-                    os.kill(process.pid, signal.SIGUSR1)  # every rank writes where it stands
-                time.sleep(0.5)
-                yield {"event": "hung", "seconds": self.limit, "log": stacks(self.log)}
+                where = stacks(self.folder, [process.pid for process in self.ranks])
+                yield {"event": "hung", "seconds": self.limit, "log": where or tail(self.log)}
                 return
 
     def blame(self, first: dict, open_pipes: dict, done: set) -> dict:

@@ -497,7 +497,8 @@ def forked(rank: int, world: int, job: dict, store: str, connection, log: str, l
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    stack = open(Path(log).with_name(f"stack.{os.getpid()}"), "w")  # open until the end: faulthandler writes there
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     if sys.platform == "linux":
         import ctypes
 
