@@ -453,12 +453,11 @@ def run(job, rank, world, device):
 
     from zerolab.ranks import probe
     from zerolab.ranks.engine import Engine
-    from zerolab.ranks.rank import backend
     from zerolab.ranks.wire import Wire
 
     F.linear = nn.functional.linear = getattr(deepspeed.zero.Init, "linear_bk", F.linear)  # zero.Init's own patch outlives it
     engine = Engine(job["variant"], rank, device)
-    wire, residency = Wire(backend(), world), probe.Residency(engine)
+    wire, residency = Wire(world), probe.Residency(engine)
 
     def mark(phase, micro):
         wire.phase, wire.micro = phase, micro

@@ -26,14 +26,14 @@ LOG = logging.getLogger(__name__)
 
 # The library's modules that the page runs, each after those that it imports.
 MODULES = (
-    "trace predict.moduletrace predict.gathered predict.coordinator predict.reduce predict.config predict.time predict.schedule "
-    "predict.memory predict.plan predict.family userconfig planner"
+    "trace predict.moduletrace predict.gathered predict.steps predict.coordinator predict.reduce predict.config predict.time "
+    "predict.schedule predict.memory predict.plan predict.family userconfig planner"
 ).split()
 # What they hold for other readers: files, terminals, numpy.
 LEFT_OUT = {
     "zerolab.trace.difference",
     "zerolab.predict.time.Machine.load",
-    "zerolab.predict.schedule.Schedule.describe",
+    "zerolab.predict.steps.Schedule.describe",
     "zerolab.predict.plan.describe",
     "zerolab.predict.plan._verdict",
     "zerolab.predict.family.build",

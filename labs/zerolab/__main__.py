@@ -104,8 +104,6 @@ def _run(options) -> int:
     os.environ["ZEROLAB_COMMAND"] = "zerolab run " + " ".join(Path(w).name for w in options.what)
     if options.world:
         os.environ["ZEROLAB_WORLD"] = str(options.world)
-    if options.record is not None:
-        os.environ["ZEROLAB_RESULTS"] = str(RESULTS / (options.record or machine.folder_name()))
     print(machine.tier_line())
     failed = 0
     for what in list(lab.files()) if options.what == ["all"] else options.what:
@@ -116,6 +114,8 @@ def _run(options) -> int:
         else:
             raise ZerolabError(f"{what}: neither a lab's number nor a file")
         for experiment in found:
+            if options.record is not None:  # an experiment may ask for ranks of its own number
+                os.environ["ZEROLAB_RESULTS"] = str(RESULTS / (options.record or machine.folder_name(experiment.world)))
             report = experiment.run(save=options.out or True)
             print_report(report)
             failed += all(not v.ok for v in report)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from zerolab import machine
-from zerolab.experiment import ZerolabError, call
+from zerolab.experiment import call
 from zerolab.progress import Progress
 
 SMALL = {"size": "tiny", "hidden": 64, "ffn": 128, "layers": 16, "vocab": 512}
@@ -25,15 +25,17 @@ VARIANTS = {
     "joint gathers": {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 5e8, "stage3_max_reuse_distance": 0},
     "many tiles": {"stage3_param_persistence_threshold": 1e9, "sub_group_size": 1},
 }
+OF_A_LINK = ("latency", "bandwidth", "collective", "parameter")  # what one rank alone cannot measure
+ELSEWHERE = "h200-x2-nvlink"
 ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 
 
 def main(out: Path | None, world: int | None = None) -> int:
     """Measure, print, save in `out` (default: machine.json in this machine's folder of results)."""
-    world = world or machine.world_size()
-    if world < 2:
-        raise ZerolabError("at least two ranks are needed: one has no link to measure")
+    from zerolab import planning
     from zerolab.report import results_folder
+
+    world = world or machine.world_size()
 
     out = out or results_folder() / "machine.json"
     bar = Progress(3, "calibrating: rates of the device and the link")
@@ -51,7 +53,12 @@ def main(out: Path | None, world: int | None = None) -> int:
     found = {key: statistics.median(r[key] for r in rates) for key in rates[0]}
     found.update(solve({key: statistics.median(c[key] for c in costs) for key in costs[0]}, found, world))
     found["host_step"] = statistics.median(on_host)
-    found.update(name=machine.folder_name(world), source=f"zerolab calibrate, {world} ranks", shared=machine.tier(world) == "cpu")
+    source = f"zerolab calibrate, {world} ranks"
+    if world == 1:
+        other = planning.rates_of(ELSEWHERE)
+        found.update({key: getattr(other, key) for key in OF_A_LINK})
+        source = f"zerolab calibrate, one rank; {', '.join(OF_A_LINK)}: no link here, those of {ELSEWHERE}"
+    found.update(name=machine.folder_name(world), source=source, shared=machine.tier(world) == "cpu")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"machine": found, "provenance": machine.provenance(world, "zerolab calibrate")}, indent=1))
     for key, value in found.items():
@@ -68,14 +75,15 @@ def from_records(folder: str, rates_file: Path) -> int:
     measured = json.loads(rates_file.read_text())
     job = {"work": "plain", "call": "zerolab.predict.recorded:from_folder", "threads": 1, "limit": 300, "arguments": {"folder": folder}}
     fitted = call(job, world=1)[0]
-    found = {**measured["rates"], **fitted, "name": folder, "shared": False}
+    found = {**measured["machine"], **fitted, "name": folder, "shared": False}
     found["latency"] = LATENCY
     found["source"] = (
-        f"device rates: zerolab calibrate on {measured['provenance']['devices'][0]}, {measured['provenance']['date']}; host costs: fitted to "
+        f"device rates: zerolab calibrate on one {measured['provenance']['devices'][0]}, {measured['provenance']['date']}; host costs: fitted to "
         f"the step times recorded in {folder}; bandwidth: at least that of its fastest recorded timeline; latency: assumed"
     )
     path = RESULTS / folder / "machine.json"
-    path.write_text(json.dumps({"machine": found, "provenance": measured["provenance"]}, indent=1))
+    record = {"machine": found, "fitted": sorted(fitted), "provenance": measured["provenance"]}
+    path.write_text(json.dumps(record, indent=1))
     print(f"saved in {path}")
     return 0
 
@@ -96,25 +104,29 @@ def host_spec(world: int) -> dict:
 
 
 def solve(seconds: dict[str, float], rates: dict[str, float], world: int) -> dict[str, float]:
-    """Host seconds of a hook, a collective, a parameter in it, a tile; from the engines' times and their predicted schedules."""
+    """Host seconds of a hook, a tile, and with a link of a collective and a parameter in it; from the engines' times and their
+    predicted schedules."""
     job = {"work": "plain", "call": "zerolab.calibrate:counts", "threads": 1, "arguments": {"specs": specs(world), "world": world}}
     counts = call(job, world=1)[0]
     plain = counts["persistent"]
+    hook = max(0.0, seconds["persistent"] - plain["operators"] * rates["operator"]) / plain["hooks"]
+    tile = (seconds["many tiles, step"] - seconds["persistent, step"]) / (counts["many tiles"]["tiles"] - plain["tiles"])
+    found = {"hook": hook, "tile": max(0.0, tile)}
+    if world == 1:
+        return found
     # On a CPU the wire is waited for, so it is taken off; on a GPU it runs beside the host.
     wire = rates["latency"] if machine.tier(world) == "cpu" else 0.0
 
     def gathers(label):
         return seconds[label] - seconds["persistent"] - wire * (counts[label]["collectives"] - plain["collectives"])
 
-    hook = max(0.0, seconds["persistent"] - plain["operators"] * rates["operator"]) / plain["hooks"]
     (n, p), (m, q) = [
         [counts[label][key] - plain[key] for key in ("collectives", "parameters")] for label in ("single gathers", "joint gathers")
     ]
     joint, single = gathers("joint gathers"), gathers("single gathers")
     parameter = max(0.0, (joint * n - single * m) / (q * n - p * m))
     collective = max(0.0, (single - p * parameter) / n)
-    tile = (seconds["many tiles, step"] - seconds["persistent, step"]) / (counts["many tiles"]["tiles"] - plain["tiles"])
-    return {"hook": hook, "collective": collective, "parameter": parameter, "tile": max(0.0, tile)}
+    return {**found, "collective": collective, "parameter": parameter}
 
 
 def counts(specs: dict[str, dict], world: int) -> dict[str, dict[str, int]]:
@@ -153,7 +165,6 @@ def median_of(run, device: str, repeat: int = 7) -> float:
 def rates(rank: int, world: int, device: str) -> dict[str, float]:
     """Rates of the device, the link, the host's Adam and the copies between host and device. All ranks measure at the same time."""
     import torch
-    import torch.distributed as dist
 
     cuda = device != "cpu"
     n = 8192 if cuda else 768
@@ -163,7 +174,20 @@ def rates(rank: int, world: int, device: str) -> dict[str, float]:
     other = torch.empty_like(block)
     found["memory"] = 2 * 4 * block.numel() / median_of(lambda: other.copy_(block), device)
 
-    sizes = [2**k for k in (range(14, 29, 2) if cuda else range(12, 24, 2))]
+    if world > 1:
+        found.update(link_rates(rank, world, device))
+    for kind in ("pageable", "pinned"):
+        found[kind] = copy_rate(device, pinned=kind == "pinned")
+    found["operator"] = operator_seconds(device)
+    return found
+
+
+def link_rates(rank: int, world: int, device: str) -> dict[str, float]:
+    """Seconds of a small all-gather, and bus bandwidth of a large one."""
+    import torch
+    import torch.distributed as dist
+
+    sizes = [2**k for k in (range(14, 29, 2) if device != "cpu" else range(12, 24, 2))]
     points = []
     for size in sizes:
         full = torch.empty(size, device=device, dtype=torch.uint8)
@@ -171,14 +195,9 @@ def rates(rank: int, world: int, device: str) -> dict[str, float]:
         dist.barrier()
         seconds = median_of(partial(dist.all_gather_into_tensor, full, part), device)
         points.append((size * (world - 1) / world, seconds))
-    found["latency"] = statistics.median(t for _, t in points[:3])
+    latency = statistics.median(t for _, t in points[:3])
     size, seconds = points[-1]
-    found["bandwidth"] = size / max(seconds - found["latency"], 1e-9)
-
-    for kind in ("pageable", "pinned"):
-        found[kind] = copy_rate(device, pinned=kind == "pinned")
-    found["operator"] = operator_seconds(device)
-    return found
+    return {"latency": latency, "bandwidth": size / max(seconds - latency, 1e-9)}
 
 
 def copy_rate(device: str, pinned: bool) -> float:

@@ -174,11 +174,11 @@ class Experiment:
         return self._predicted("foretold", self.foretold, steps=self.warmup) if self.foretold else {}
 
     def confirm(self, report: Report) -> list[str]:
-        """The labels of a report's variants that were run, not foretold.
+        """The labels of a report's variants that ran well and were not foretold.
 
         Raises AssertionError unless each of them made the predicted collectives, element for element, in every recorded step.
         """
-        ran = [v.name for v in report if not v.foretold]
+        ran = [v.name for v in report if v.ok and not v.foretold]
         for label, data in self._predicted("foretold", ran, steps=self.warmup).items():
             for step, expected in enumerate(data["collectives"]):
                 wrong = difference([Collective(*c) for c in expected], report[label].collectives(step))

@@ -64,9 +64,11 @@ def processor() -> str:
 
 @cache
 def link(world: int) -> str:
-    """How the ranks talk: "gloo", "NVLink", "PCIe P2P" or "shared memory (P2P off)"."""
+    """How the ranks talk: "gloo", "NVLink", "PCIe P2P", "shared memory (P2P off)", or "no link" for one card alone."""
     if tier(world) == "cpu":
         return "gloo"
+    if world == 1:
+        return "no link"
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         return "shared memory (P2P off)"
     row = next((r for r in _output(["nvidia-smi", "topo", "-m"]).splitlines() if r.strip().startswith("GPU0")), "")
@@ -77,7 +79,7 @@ def tier_line(world: int | None = None) -> str:
     """The first line of every lab: on which tier it runs."""
     world = world or world_size()
     if tier(world) == "gpu":
-        return f"GPU tier: {world} ranks on {gpus()[0]}, NCCL over {link(world)}"
+        return f"GPU tier: {world} ranks on {gpus()[0]}, NCCL over {link(world)}" if world > 1 else f"GPU tier: 1 rank on {gpus()[0]}"
     return f"CPU tier: {world} gloo ranks on {cores()} cores"
 
 
@@ -126,7 +128,7 @@ def _program() -> str:
 def provenance_line(p: dict) -> str:
     """One line for under a figure."""
     where = f"{p['world']} × {p['devices'][0]}" if p["tier"] == "gpu" else f"{p['world']} gloo ranks on {p['cores']} cores"
-    link = f", {p['link']}" if p["tier"] == "gpu" else ""
+    link = f", {p['link']}" if p["tier"] == "gpu" and p["world"] > 1 else ""
     v = p["versions"]
     return f"{where}{link} · DeepSpeed {v['deepspeed']}, torch {v['torch']} · {p['commit']} · {p['date']} · {p['command']}"
 
@@ -139,10 +141,10 @@ def _output(command: list[str]) -> str:
 
 
 def folder_name(world: int | None = None) -> str:
-    """A folder for records of this machine, such as "h200-x2-nvlink" or "cpu-x4"."""
+    """A folder for records of this machine, such as "h200-x2-nvlink", "h200-x1" or "cpu-x4"."""
     world = world or world_size()
     if tier(world) == "cpu":
         return f"cpu-x{world}"
     name = gpus()[0].lower().removeprefix("nvidia ").replace(" ", "-")
-    short = {"NVLink": "nvlink", "PCIe P2P": "pcie", "shared memory (P2P off)": "shm"}[link(world)]
-    return f"{name}-x{world}-{short}"
+    short = {"NVLink": "-nvlink", "PCIe P2P": "-pcie", "shared memory (P2P off)": "-shm", "no link": ""}[link(world)]
+    return f"{name}-x{world}{short}"

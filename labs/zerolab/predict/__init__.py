@@ -5,6 +5,7 @@
 
 from .coordinator import Unpredictable
 from .moduletrace import ModuleTrace
-from .schedule import Schedule, Step, schedule
+from .schedule import schedule
+from .steps import Schedule, Step
 
 __all__ = ["ModuleTrace", "Schedule", "Step", "Unpredictable", "schedule"]

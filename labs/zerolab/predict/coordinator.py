@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from .gathered import Gathered
 from .moduletrace import ModuleTrace
+from .steps import ACCESS, FETCH, PREFETCH
 
 AVAILABLE, PARTITIONED, INFLIGHT = 0, 1, 2
 NEVER = -(10**10)
@@ -125,7 +126,7 @@ class Coordinator:
         if not forward:
             self.active_backward[module] = None
         params = self.iter_params(module)
-        self._all_gather([p for p in params if self.status[p] == PARTITIONED], "fetch")
+        self._all_gather([p for p in params if self.status[p] == PARTITIONED], FETCH)
         for p in params:
             self.active[p].add(module)
             if recompute and self.active_backward and not self.trainable[p]:
@@ -162,7 +163,7 @@ class Coordinator:
                 chosen[param] = None
                 elements += self.numel[param]
         if elements > 0:
-            self._all_gather(list(chosen), "prefetch")
+            self._all_gather(list(chosen), PREFETCH)
 
     def _all_gather(self, params: list[int], why: str) -> None:
         if not params:
@@ -204,7 +205,7 @@ class Coordinator:
                 self.external[module].append(param)
                 if self.complete:
                     self._index_reuse()
-            self.gather_now(param, "access")
+            self.gather_now(param, ACCESS)
 
     def gather_now(self, param: int, why: str) -> None:
         """param.all_gather(): at once and uncounted by DeepSpeed's own n_available."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 
 from .moduletrace import ACCESS, GRADIENT, LINEAR, ModuleTrace
-from .schedule import Schedule
+from .steps import Schedule
 
 COSTS = ("operators", "hooks", "collectives", "parameters", "tiles")
 MARKERS = (GRADIENT, LINEAR, ACCESS)  # events that are no module's hook

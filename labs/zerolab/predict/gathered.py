@@ -35,13 +35,15 @@ class Gathered:
         """An all-gather begins: its output exists from here on."""
         handle.references = len(handle.params)
         handle.flat = handle.shards = 0
-        if self.world == 1 and not self.from_host:
-            return  # the shard is the parameter
+        if self.world == 1:  # the shard is the parameter: nothing to gather, at most to copy (NoGatherCoalescedHandle)
+            for p in handle.params:
+                self.alone(p)
+            return
         size = sum(self.bytes[p] for p in handle.params)
         if len(handle.params) == 1 or self.sequential:
             for p in handle.params:
                 self.own[p] = self.bytes[p]
-            handle.shards = size // self.world if self.from_host and self.world > 1 else 0
+            handle.shards = size // self.world if self.from_host else 0
             self._add(size + handle.shards)
         else:
             handle.flat = size

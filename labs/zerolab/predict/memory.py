@@ -13,7 +13,8 @@ from .config import BYTES, resolve
 from .coordinator import Unpredictable
 from .gathered import padded
 from .moduletrace import ModuleTrace
-from .schedule import Schedule, on_host
+from .schedule import on_host
+from .steps import Schedule
 
 # What the recorded H200 runs hold between steps beyond the engine's own tensors, to a few MiB: room for CUDA's matrix libraries.
 WORKSPACE = 64 * 2**20

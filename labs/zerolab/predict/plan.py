@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from .config import arguments, resolve
 from .memory import memory
 from .moduletrace import ModuleTrace
-from .schedule import Schedule, schedule
+from .schedule import schedule
+from .steps import Schedule
 from .time import Machine, bounds
 
 GIB = 2**30

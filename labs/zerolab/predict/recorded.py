@@ -5,6 +5,7 @@ Runs where torch is (models are captured again); everything it returns is plain 
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from zerolab.ranks.engine import ds_config
@@ -69,17 +70,20 @@ def from_folder(folder: str) -> dict[str, float]:
 
 def time_table() -> list[dict]:
     """Every timed variant with its measured and its foretold seconds: {"folder", "lab", "variant", "measured", "expected", "lower",
-    "upper", "busy"}. On the recorded GPUs the host's costs are fitted anew without the variant at hand, so that no run foretells itself;
-    the runs of this machine ("local") are foretold with the rates of a calibration."""
+    "upper", "busy"}. Where a machine's host costs were fitted to its records, they are fitted anew without the variant at hand, so that no
+    run foretells itself; other runs, and those of this machine ("local"), are foretold with the rates of a calibration."""
     table = []
     for folder in recorded_machines():
-        found = reports(folder)
+        found, rates = reports(folder), RESULTS / folder / "machine.json"
         if not found:
             continue
-        machine, counted = Machine.load(RESULTS / folder / "machine.json"), rows(found)
+        machine = Machine.load(rates)
+        counted = rows(found) if "fitted" in json.loads(rates.read_text()) else []
         for report, variant, spec in _timed(found):
-            others = [row for row in counted if (row["lab"], row["variant"]) != (report.name[:2], variant.name)]
-            foreign = replace(machine, **{NAMES[c]: value for c, value in fit(others).items()})
+            foreign = machine
+            if counted:
+                others = [row for row in counted if (row["lab"], row["variant"]) != (report.name[:2], variant.name)]
+                foreign = replace(machine, **{NAMES[c]: value for c, value in fit(others).items()})
             table.append({"folder": folder, **_foretold(report, variant, spec, foreign)})
     own = results_folder() / "machine.json"
     here = Machine.load(own if own.exists() else RESULTS / "cpu-x4" / "machine.json")

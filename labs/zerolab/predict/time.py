@@ -60,7 +60,7 @@ class Lanes:
 
     def __init__(self, machine: Machine, world: int, overlap: bool, pinned: bool, keep: bool = False):
         self.machine, self.share, self.overlap = machine, (world - 1) / world, overlap
-        self.copy_rate = machine.pinned if pinned else machine.pageable
+        self.pinned, self.copy_rate = pinned, machine.pinned if pinned else machine.pageable
         self.keep = keep
         self.begin()
 
@@ -69,6 +69,7 @@ class Lanes:
         self.busy = dict.fromkeys(LANES, 0.0)
         self.intervals: dict[str, list[list[float]]] = {lane: [] for lane in LANES}
         self.arrives: dict[int, float] = {}
+        self.fetched = 0.0  # end of the last copy of a rank that owns all
         self.seconds: dict[str, float] = {}
         self.current, self.since = "", 0.0
 
@@ -157,13 +158,22 @@ class Lanes:
         self.at["host"] = self._work("copies", size / self.copy_rate, after=self.at["host"])
         return self.at["host"]
 
+    def fetch_own(self, params: list[int], size: float) -> None:
+        """The only rank of a group copies its parameters from the host; the host goes on if they are pinned (NoGatherCoalescedHandle in
+        deepspeed/runtime/zero/partition_parameters.py: `non_blocking`)."""
+        self.fetched = self._work("copies", size / self.copy_rate, after=self.at["host"])
+        if not self.pinned:
+            self.at["host"] = self.fetched
+        for p in params:
+            self.arrives[p] = self.fetched
+
     def wait(self, params: list[int]) -> None:
         """What a module needs is there. Streams wait for all gathers issued so far, a CPU rank for its own parameters."""
         if self.machine.shared:
             self.at["host"] = max([self.at["host"], *(self.arrives.get(p, 0.0) for p in params)])
             self.at["compute"] = self.at["host"]
         else:
-            self.at["compute"] = max(self.at["compute"], self.at["link"])
+            self.at["compute"] = max(self.at["compute"], self.at["link"], self.fetched)
 
     def reduce(self, count: int, size: float) -> None:
         """A reduction of `count` gradients: it needs them computed; without overlap_comm the compute stream waits for it."""

@@ -25,11 +25,10 @@ def _steps(variant, left_out, evaluated, rank, world, device):
     import torch
 
     from zerolab.ranks.engine import Engine
-    from zerolab.ranks.rank import backend
     from zerolab.ranks.wire import Wire
 
     engine = Engine(variant, rank, device)
-    wire = Wire(backend(), world)
+    wire = Wire(world)
     result = {"collectives": [], "complete": []}
 
     def mark(phase, micro):

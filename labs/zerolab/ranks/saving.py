@@ -152,11 +152,10 @@ class Saver:
 
     def way(self, name: str, save):
         """Run one way to save on every rank; keep what it returned, what it sent, its peak memory and its files."""
-        from zerolab.ranks.rank import backend
         from zerolab.ranks.wire import Wire
 
         at, peak = self.folder / name, {}
-        wire = Wire(backend(), self.world)
+        wire = Wire(self.world)
         torch.distributed.barrier()
         wire.attach()
         try:

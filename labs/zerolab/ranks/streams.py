@@ -14,7 +14,6 @@ def streams(rank: int, world: int, device: str, variants: dict) -> dict:
 
 def _one(variant, rank, world, device):
     from zerolab.ranks.engine import Engine
-    from zerolab.ranks.rank import backend
     from zerolab.ranks.wire import Wire
 
     engine = Engine(variant, rank, device)
@@ -22,7 +21,7 @@ def _one(variant, rank, world, device):
         "gather": _kind(engine.coordinator._PartitionedParameterCoordinator__allgather_stream),
         "reduce": _kind(engine.optimizer.reduce_and_partition_stream),
     }
-    wire = Wire(backend(), world)
+    wire = Wire(world)
 
     def mark(phase, micro):
         wire.phase, wire.micro = phase, micro

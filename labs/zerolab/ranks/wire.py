@@ -66,8 +66,10 @@ class Wire:
     `overlap_comm` (`settle()`).
     """
 
-    def __init__(self, backend, world: int, emulate: dict | None = None):
-        self.backend, self.world, self.emulate = backend, world, emulate
+    def __init__(self, world: int, emulate: dict | None = None):
+        import deepspeed.comm.comm as comm
+
+        self.backend, self.world, self.emulate = comm.cdb, world, emulate
         self.free = 0.0  # when the emulated link is free again
         self.lanes: list[tuple[str, float, float]] = []  # the emulated link's own book: (op, start, end)
         self.begin()
