@@ -1,5 +1,7 @@
 """Cheap tests first: a failure should show as early as it can."""
 
+import signal
+
 CHEAP = ("test_prose", "test_knobs", "test_trace", "test_report", "test_course", "test_figures", "test_claims")
 
 
@@ -14,3 +16,8 @@ def pytest_collection_modifyitems(items):
         return CHEAP.index(item.path.stem) if item.path.stem in CHEAP else len(CHEAP)
 
     items.sort(key=cost)
+
+
+def pytest_configure():
+    """A shell that starts tests in the background has them ignore Ctrl-C; what they start would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from zerolab import Experiment, ZerolabError
+from zerolab import Experiment, ZerolabError, lab
 from zerolab.experiment import call
 from zerolab.trace import difference
 from zerolab.tunnel import shrink
@@ -110,6 +110,25 @@ def test_engines_of_one_group_each_have_their_own_linear():
     first, plain, again = experiment.run(save=False, progress=False)
     # A CPU rank's peak depends a little on when gloo's threads let go of a buffer.
     assert plain.memory["forward"] > 1.5 * max(first.memory["forward"], again.memory["forward"])
+
+
+@pytest.mark.parametrize("number", lab.files())
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_lab_can_be_set_up_where_there_are_gpus(monkeypatch, number, world):
+    monkeypatch.setattr("zerolab.machine.gpus", lambda: ("NVIDIA H200",) * 4)
+    monkeypatch.setenv("ZEROLAB_WORLD", str(world))
+    for experiment in lab.experiments(number):
+        assert all(experiment.spec(v)["model"] for v in experiment.variants)
+
+
+@pytest.mark.parametrize("offload", [{}, {"offload_param": {"device": "cpu", "pin_memory": True}}])
+def test_one_rank_gathers_nothing(offload):
+    """DeepSpeed's NoGatherHandle: parameters are handed over, or fetched from the host."""
+    variants = {"plain": {}, "accumulation": {"accumulation": 2}}
+    experiment = Experiment("e", variants, model={**TINY, "layers": 2}, base=offload, world=1, seq=8, rounds=0, watch=(), fresh=False)
+    report = experiment.run(save=False, progress=False)
+    assert experiment.confirm(report) == list(variants)
+    assert report["plain"].count("all_gather") == 0 and report["plain"].count("reduce_scatter") > 0
 
 
 def test_memory_on_gpus_wants_a_fresh_group(monkeypatch):
