@@ -69,7 +69,7 @@ def from_folder(folder: str) -> dict[str, float]:
 
 
 def time_table() -> list[dict]:
-    """Every timed variant with its measured and its foretold seconds: {"folder", "lab", "variant", "measured", "expected", "lower",
+    """Every timed variant with its measured and its foretold seconds: {"folder", "world", "lab", "variant", "measured", "expected", "lower",
     "upper", "busy"}. Where a machine's host costs were fitted to its records, they are fitted anew without the variant at hand, so that no
     run foretells itself; other runs, and those of this machine ("local"), are foretold with the rates of a calibration."""
     table = []
@@ -97,7 +97,7 @@ def _foretold(report: Report, variant, spec: dict, machine: Machine) -> dict:
     done = schedule(trace_of(spec), world=report.provenance["world"], machine=machine, **arguments(ds_config(spec)))
     step = done.steady
     low, high = bounds(step.busy)
-    row = {"lab": report.name[:2], "variant": variant.name, "measured": variant.seconds()}
+    row = {"world": report.provenance["world"], "lab": report.name[:2], "variant": variant.name, "measured": variant.seconds()}
     return {**row, "expected": sum(step.seconds.values()), "lower": low, "upper": high, "busy": step.busy}
 
 
