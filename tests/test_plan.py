@@ -1,6 +1,7 @@
 """`zerolab plan`: the counts that a real engine shows, auto values, what fits, and clear words where nothing can be planned."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -119,6 +120,22 @@ def test_lanes(trace):
     offloaded = {"offload_param": {"device": "cpu", "pin_memory": True}}
     assert seconds(fast, config=offloaded) > seconds(fast)
     assert seconds(fast, config={"offload_param": {"device": "cpu"}}) > seconds(fast, config=offloaded)
+
+
+def test_one_card_waits_for_its_copies(trace):
+    """The host stops until every pinned copy asked for so far has ended: a little prefetch hides some, a large one hides none."""
+
+    def step(prefetch):
+        config = {"offload_param": {"device": "cpu", "pin_memory": True}, "stage3_param_persistence_threshold": 0}
+        config["stage3_prefetch_bucket_size"] = prefetch
+        found = schedule(trace, world=1, machine=replace(MACHINE, pinned=1e8), config=config).steady
+        return sum(found.seconds.values()), found.busy
+
+    none, busy = step(0)
+    assert busy["copies"] > 0 and none >= busy["host"] + busy["copies"]
+    some, busy = step(10_000)
+    assert max(busy.values()) < some < none
+    assert some < step(int(5e8))[0]
 
 
 def test_fit_finds_costs_again():

@@ -70,6 +70,7 @@ class Lanes:
         self.intervals: dict[str, list[list[float]]] = {lane: [] for lane in LANES}
         self.arrives: dict[int, float] = {}
         self.fetched = 0.0  # end of the last copy of a rank that owns all
+        self.inflight: set[int] = set()  # what such a rank has asked for and not waited for
         self.seconds: dict[str, float] = {}
         self.current, self.since = "", 0.0
 
@@ -160,7 +161,8 @@ class Lanes:
 
     def fetch_own(self, params: list[int], size: float) -> None:
         """The only rank of a group copies its parameters from the host; the host goes on if they are pinned (NoGatherCoalescedHandle in
-        deepspeed/runtime/zero/partition_parameters.py: `non_blocking`)."""
+        deepspeed/runtime/zero/partition_parameters.py: `non_blocking`), until it waits for one of them."""
+        self.inflight.update(params)
         self.fetched = self._work("copies", size / self.copy_rate, after=self.at["host"])
         if not self.pinned:
             self.at["host"] = self.fetched
@@ -168,11 +170,15 @@ class Lanes:
             self.arrives[p] = self.fetched
 
     def wait(self, params: list[int]) -> None:
-        """What a module needs is there. Streams wait for all gathers issued so far, a CPU rank for its own parameters."""
+        """What a module needs is there. Streams wait for all gathers issued so far, a CPU rank for its own parameters. A rank that
+        fetches its own stops its host until every copy issued so far has ended (NoGatherCoalescedHandle.wait: `synchronize`)."""
         if self.machine.shared:
             self.at["host"] = max([self.at["host"], *(self.arrives.get(p, 0.0) for p in params)])
             self.at["compute"] = self.at["host"]
         else:
+            if not self.inflight.isdisjoint(params):
+                self.inflight.difference_update(params)
+                self.at["host"] = max(self.at["host"], self.fetched)
             self.at["compute"] = max(self.at["compute"], self.at["link"], self.fetched)
 
     def reduce(self, count: int, size: float) -> None:
