@@ -30,6 +30,8 @@ def join(rank: int, world: int, job: dict, store: str | None = None) -> str:
     import torch
     from deepspeed.accelerator import get_accelerator
 
+    from zerolab.ranks import bf16
+
     torch.set_num_threads(job["threads"])
     cuda = get_accelerator().device_name().startswith("cuda")
     device = "cpu"
@@ -40,8 +42,11 @@ def join(rank: int, world: int, job: dict, store: str | None = None) -> str:
         if job.get("cap"):
             total = torch.cuda.get_device_properties(local).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, job["cap"] * 2**30 / total))
-    elif job.get("cap"):
-        _cap_host_memory(job["cap"])
+    else:
+        if bf16.wanted():
+            bf16.install()
+        if job.get("cap"):
+            _cap_host_memory(job["cap"])
     place = dict(init_method=f"file://{store}", rank=rank, world_size=world) if store else {}
     deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False, **place)
     return device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 
-from zerolab.ranks import probe
+from zerolab.ranks import bf16, probe
 from zerolab.ranks.engine import Engine
 from zerolab.ranks.wire import Wire
 
@@ -89,10 +89,11 @@ class Watch:
         if "alive" in parts:
             result["alive"] = probe.alive(self.kind)
             result["alive_after_backward"] = alive_after_backward(engine, self.kind, self.tells)
-        if "ops" in parts:
-            result["ops"] = ops_by_phase(engine, self.kind, self.tells)
-        if "memory" in parts:
-            result["memory"] = memory_by_phase(engine, self.kind, self.tells)
+        with bf16.original():
+            if "ops" in parts:
+                result["ops"] = ops_by_phase(engine, self.kind, self.tells)
+            if "memory" in parts:
+                result["memory"] = memory_by_phase(engine, self.kind, self.tells)
         if "timeline" in parts:
             result["timeline"] = one_timeline(engine, self.wire, self.kind, self.tells)
         engine.destroy()
@@ -145,7 +146,6 @@ def memory_by_phase(engine, kind: str, tells: bool) -> dict:
     """Bytes: the largest allocation above its start in each phase of one step; on a GPU also the step's absolute peaks."""
     import torch
 
-
     peaks = {"forward": 0, "backward": 0, "step": 0}
     if kind == "cuda":
         phases: list = []
@@ -195,7 +195,6 @@ def memory_by_phase(engine, kind: str, tells: bool) -> dict:
 def one_timeline(engine, wire, kind: str, tells: bool) -> dict:
     """Lanes of one step from torch.profiler, with the phase borders; the link lane is the emulator's where a wire is emulated."""
     import torch
-
 
     result, marks = {}, []
     if wire.emulate:
