@@ -271,7 +271,7 @@ class _Run:
 
     def everything(self):
         experiment = self.experiment
-        ranks.leader(accelerator(experiment.world)).ready()
+        self.report.provenance["bf16"] = ranks.leader(accelerator(experiment.world)).ready()["bf16"]
         self.bar.update()
         if experiment.rounds and experiment.isolate:
             for label in experiment.variants:

@@ -128,6 +128,7 @@ def _program() -> str:
 def provenance_line(p: dict) -> str:
     """One line for under a figure."""
     where = f"{p['world']} × {p['devices'][0]}" if p["tier"] == "gpu" else f"{p['world']} gloo ranks on {p['cores']} cores"
+    where += ", bf16 products in fp32" if p.get("bf16") == "fp32" else ""
     link = f", {p['link']}" if p["tier"] == "gpu" and p["world"] > 1 else ""
     v = p["versions"]
     return f"{where}{link} · DeepSpeed {v['deepspeed']}, torch {v['torch']} · {p['commit']} · {p['date']} · {p['command']}"

@@ -20,6 +20,7 @@ import time
 from multiprocessing import connection as mpc
 from pathlib import Path
 
+from zerolab.ranks import bf16
 from zerolab.ranks import rank as entry
 
 # Most of the time that DeepSpeed takes to set up an engine goes into these lazy imports.
@@ -41,7 +42,8 @@ ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe"
 
 
 def prepare() -> dict:
-    """Import everything, load DeepSpeed's CPU extension, and say what this machine runs: versions, device names."""
+    """Import everything, load DeepSpeed's CPU extension, and say what this machine runs: versions, device names, how
+    bf16 matrices are multiplied ("native", or "fp32": see `bf16`)."""
     import logging
 
     for name in PRELOAD:
@@ -50,7 +52,7 @@ def prepare() -> dict:
     import torch
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    devices = []
+    devices, products = [], "native"
     if os.environ.get("DS_ACCELERATOR") == "cuda":
         assert not torch.cuda.is_initialized(), "CUDA was touched before the fork"
     else:
@@ -58,7 +60,8 @@ def prepare() -> dict:
 
         forget_dead_build("deepspeed_shm_comm")
         build_shm_op()  # compiled once, loaded here, inherited by every fork
-    return {"torch": torch.__version__, "deepspeed": deepspeed.__version__, "devices": devices}
+        products = "fp32" if bf16.wanted() else products
+    return {"torch": torch.__version__, "deepspeed": deepspeed.__version__, "devices": devices, "bf16": products}
 
 
 def wants_cpu_adam(job: dict) -> str | None:
