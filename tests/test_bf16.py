@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from on_ranks import operators
 from zerolab import Experiment
+from zerolab.experiment import call
 from zerolab.ranks import bf16
 
 
@@ -13,12 +14,6 @@ def installed():
     bf16.install()
     yield
     bf16.remove()
-
-
-def operators(work) -> list[str]:
-    with profile(activities=[ProfilerActivity.CPU]) as session:
-        work()
-    return [e.name() for e in session.profiler.kineto_results.events() if e.name().startswith("aten::")]
 
 
 def test_a_product_is_the_fp32_one_rounded_once():
@@ -41,6 +36,9 @@ def test_what_is_counted_is_counted_with_torchs_own_kernels():
     assert operators(lambda: a @ a).count("aten::_to_copy") == 3
 
 
-def test_a_report_says_how_it_multiplied():
-    experiment = Experiment("e", {"a": {}}, model={"size": "tiny", "layers": 1}, seq=8, rounds=0, warmup=1, watch=())
-    assert experiment.run(save=False, progress=False).provenance["bf16"] == ("fp32" if bf16.wanted() else "native")
+def test_ranks_multiply_as_the_report_says():
+    """Three conversions a product, or none."""
+    converted = call({"call": "on_ranks:conversions"}, world=2)
+    experiment = Experiment("e", {"a": {}}, function="on_ranks:variants", world=2)
+    said = experiment.run(save=False, progress=False).provenance["bf16"]
+    assert converted == [3, 3] and said == "fp32" if bf16.wanted() else converted == [0, 0] and said == "native"

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from zerolab import machine
-from zerolab.experiment import call
+from zerolab.experiment import call, facts
 from zerolab.progress import Progress
 
 SMALL = {"size": "tiny", "hidden": 64, "ffn": 128, "layers": 16, "vocab": 512}
@@ -60,7 +60,8 @@ def main(out: Path | None, world: int | None = None) -> int:
         source = f"zerolab calibrate, one rank; {', '.join(OF_A_LINK)}: no link here, those of {ELSEWHERE}"
     found.update(name=machine.folder_name(world), source=source, shared=machine.tier(world) == "cpu")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"machine": found, "provenance": machine.provenance(world, "zerolab calibrate")}, indent=1))
+    provenance = {**machine.provenance(world, "zerolab calibrate"), **facts(world)}
+    out.write_text(json.dumps({"machine": found, "provenance": provenance}, indent=1))
     for key, value in found.items():
         print(f"  {key:12} {value:.4g}" if isinstance(value, float) else f"  {key:12} {value}")
     print(f"saved in {out}")

@@ -142,6 +142,7 @@ class Experiment:
                 bar.update()
         finally:
             bar.close()
+        report.provenance.update(facts(self.world))
         if save:
             report.save(results_folder() / f"{self.name}.json")
         return report
@@ -216,6 +217,11 @@ class Experiment:
         }
 
 
+def facts(world: int) -> dict:
+    """What only the ranks' side can tell of this machine, for a record's provenance. Waits for the imports."""
+    return {"bf16": ranks.leader(accelerator(world)).ready()["bf16"]}
+
+
 def accelerator(world: int) -> str:
     return "cuda" if machine.tier(world) == "gpu" else "cpu"
 
@@ -271,7 +277,7 @@ class _Run:
 
     def everything(self):
         experiment = self.experiment
-        self.report.provenance["bf16"] = ranks.leader(accelerator(experiment.world)).ready()["bf16"]
+        self.report.provenance.update(facts(experiment.world))
         self.bar.update()
         if experiment.rounds and experiment.isolate:
             for label in experiment.variants:

@@ -1,8 +1,8 @@
 """Products of bf16 matrices on processors that have no instructions for them.
 
-There torch's own kernels are plain loops (aten/src/ATen/native/cpu/BlasKernel.cpp), tens of times slower than fp32 products, and
-computing would hide whatever a lab is about. In their place the product is taken in fp32 and rounded once, which is what the
-instructions do too.
+There torch's own kernels are plain loops (aten/src/ATen/native/cpu/BlasKernel.cpp), slower than fp32 products by far when neither matrix is
+transposed, as in every backward pass. In their place the product is taken in fp32 and rounded once, which is what the instructions
+do too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def wanted() -> bool:
 
 
 def install() -> None:
-    """From now on this process multiplies bf16 matrices on the CPU in fp32."""
+    """From now on this process multiplies bf16 matrices on the CPU in fp32, until `remove`."""
     import torch
 
     def mm(a, b):
@@ -37,6 +37,7 @@ def install() -> None:
 
 
 def remove() -> None:
+    """Bring torch's own kernels back."""
     while _installed:
         _installed.pop()._destroy()
 
