@@ -43,7 +43,7 @@ LEFT_OUT = {
 
 def sources() -> dict[str, str]:
     """The modules' own text; for the two that read DeepSpeed's source or need torch, what they say here, as data."""
-    asked = ("stage3_defaults", "aliases", "deepspeed_version", "leaf_classes", "note_section")
+    asked = ("stage3_defaults", "offload_defaults", "aliases", "deepspeed_version", "leaf_classes", "note_section")
     said = "".join(f"def {name}():\n    return {_literal(getattr(knobs, name)())}\n" for name in asked)
     data = {"zerolab.knobs": said, "zerolab.model": f"SIZES = {model.SIZES!r}\n"}
     return data | {f"zerolab.{name}": (LABS / f"{name.replace('.', '/')}.py").read_text() for name in MODULES}

@@ -68,6 +68,9 @@ KNOBS = tuple(
 )
 
 
+OFFLOADS = {"offload_param": "DeepSpeedZeroOffloadParamConfig", "offload_optimizer": "DeepSpeedZeroOffloadOptimizerConfig"}
+
+
 def knob(name: str) -> Knob:
     """The knob with this field name, ds_config key, or number. Raises KeyError."""
     for k in KNOBS:
@@ -150,6 +153,16 @@ def stage3_defaults() -> dict:
     defaults["stage"] = 3
     defaults["overlap_comm"] = True  # cite(CONFIG, "self.overlap_comm = self.stage == ZeroStageEnum.weights")
     return defaults
+
+
+def offload_fields(key: str) -> dict[str, Field]:
+    """The fields of the section "offload_param" or "offload_optimizer", by name."""
+    return fields(OFFLOADS[key], "runtime/zero/offload_config.py")
+
+
+def offload_defaults() -> dict[str, dict]:
+    """{"offload_param": {field: default}, "offload_optimizer": {...}}: what such a section means beyond its device."""
+    return {key: {f.name: f.default for f in offload_fields(key).values()} for key in OFFLOADS}
 
 
 def aliases() -> dict[str, str]:

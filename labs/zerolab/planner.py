@@ -122,13 +122,13 @@ def presets(model: str) -> dict[str, dict]:
 def _settings(zero: Mapping) -> dict:
     """A `zero_optimization` section as values of the controls, missing keys at DeepSpeed's defaults."""
     full = {**knobs.stage3_defaults(), **zero}
-    sections = [full[key] or {} for key in OFFLOADS]
+    sections = [{**default, **(full[key] or {})} for key, default in knobs.offload_defaults().items()]
     return {
         **{key: full[key] for key in SIZE_KEYS},
         "overlap_comm": full["overlap_comm"],
         "contiguous_gradients": full["contiguous_gradients"],
         **{key: bool(full[key]) for key in OFFLOADS},
-        "pin_memory": any(section.get("pin_memory", False) for section in sections),
+        "pin_memory": all(section["pin_memory"] for section in sections),
     }
 
 

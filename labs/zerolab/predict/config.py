@@ -65,7 +65,7 @@ def resolve(config: Mapping | None) -> dict:
             raise Unpredictable(f"{key} to nvme is not followed: what is prefetched depends on free swap buffers")
         if section.get("super_offload"):
             raise Unpredictable("super_offload is not followed: it keeps gradient buckets of its own")
-        z[key] = None if device == "none" else section
+        z[key] = None if device == "none" else {**knobs.offload_defaults()[key], **section}
     return z
 
 
