@@ -147,6 +147,8 @@ class $Set {
   add(key) { const at = $key(key); if (!this.map.has(at)) this.map.set(at, key); return null; }
   discard(key) { this.map.delete($key(key)); return null; }
   update(others) { for (const key of others) this.add(key); return null; }
+  difference_update(others) { for (const key of others) this.discard(key); return null; }
+  isdisjoint(others) { for (const key of others) if (this.has(key)) return false; return true; }
   clear() { this.map.clear(); return null; }
 }
 class Deque {

@@ -22,6 +22,10 @@ BUILTINS = set(
     "abs all any bool dict enumerate float frozenset int isinstance len list max min next range reversed round set sorted str sum "
     "tuple vars zip Exception ValueError KeyError LookupError IndexError ZeroDivisionError".split()
 )
+METHODS = set(
+    "_replace add append args clear copy count difference_update discard endswith extend fromkeys get index isdisjoint items join keys "
+    "lower pop popitem popleft replace search setdefault sort split startswith strip sub update values".split()
+)
 STANDARD = {
     "bisect": {"bisect_left"},
     "collections": {"Counter", "defaultdict", "deque"},
@@ -61,7 +65,8 @@ def bundle(modules: dict[str, str], leave_out: Iterable[str] = (), exports: str 
     """
     trees = {name: ast.parse(source) for name, source in modules.items()}
     methods = {f.name for tree in trees.values() for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for f in c.body if _is_method(f)}
-    parts = [_Module(name, tree, set(modules), methods, set(leave_out)).text() for name, tree in trees.items()]
+    attributes = METHODS.union(*STANDARD.values(), *map(_defined, trees.values()))
+    parts = [_Module(name, tree, set(modules), methods, attributes, set(leave_out)).text() for name, tree in trees.items()]
     return f"function () {{\n{RUNTIME.read_text()}\n{''.join(parts)}return {{ ...{_flat(exports)}, toPython: $python, fromPython: $plain }};\n}}"
 
 
@@ -78,10 +83,12 @@ def _method(name: str) -> str:
 
 
 class _Module:
-    """known: names of all modules. methods: names of all methods, which need their object when they are passed around."""
+    """known: names of all modules. methods: names of all methods, which need their object when they are passed around. attributes: what
+    may follow a dot."""
 
-    def __init__(self, name: str, tree: ast.Module, known: set[str], methods: set[str], leave_out: set[str]):
-        self.name, self.tree, self.known, self.methods, self.leave_out = name, tree, known, methods, leave_out
+    def __init__(self, name: str, tree: ast.Module, known: set[str], methods: set[str], attributes: set[str], leave_out: set[str]):
+        self.name, self.tree, self.known, self.leave_out = name, tree, known, leave_out
+        self.methods, self.attributes = methods, attributes
         self.imports: dict[str, str] = {}
         self.scopes: list[set[str]] = []
         self.used: set[str] = set()
@@ -314,8 +321,11 @@ class _Module:
             self.used.add(node.id)
         return _name(node.id)
 
+    def attribute(self, node: ast.Attribute) -> str:
+        return _method(node.attr) if node.attr in self.attributes else self.fail(node, f"the attribute {node.attr}")
+
     def of_Attribute(self, node) -> str:
-        owner, name = self.value(node.value), _method(node.attr)
+        owner, name = self.value(node.value), self.attribute(node)
         return f"$bound({owner}, {json.dumps(name)})" if node.attr in self.methods else f"{owner}.{name}"
 
     def of_Subscript(self, node) -> str:
@@ -389,7 +399,7 @@ class _Module:
     def of_Call(self, node) -> str:
         kind = _call_kind(node.func)
         if isinstance(node.func, ast.Attribute):  # a method, or a function of a module
-            callee = f"{self.value(node.func.value)}.{_method(node.func.attr)}"
+            callee = f"{self.value(node.func.value)}.{self.attribute(node.func)}"
         else:
             callee = self.value(node.func)
         exhausting = getattr(node.func, "id", "") in EXHAUSTING
@@ -403,7 +413,7 @@ class _Module:
         if kind == "class":
             return f"$make({callee}, [{args}], {words})"
         if isinstance(node.func, ast.Attribute):
-            return f"$send({self.value(node.func.value)}, {json.dumps(_method(node.func.attr))}, [{args}], {words})"
+            return f"$send({self.value(node.func.value)}, {json.dumps(self.attribute(node.func))}, [{args}], {words})"
         return f"$call({callee}, [{args}], {words})"
 
     def comprehension(self, node, yielded) -> str:
@@ -468,6 +478,13 @@ def _assigned(body: list[ast.stmt]) -> set[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
     return names
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Names that a module gives to something, at any depth: variables, functions, classes, fields, `self.` attributes."""
+    found = {n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    found |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return found | {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
 
 
 def _is_method(node: ast.stmt) -> bool:
