@@ -126,6 +126,16 @@ def test_keyboard_reaches_every_control(chromium, site, page):
         assert not unseen, "focus that does not show"
 
 
+def test_predict_shows_what_the_command_prints(chromium, site):
+    """Whole lines: a cell's output reaches the page in chunks."""
+    with Visit(chromium, site, "book/predict.html") as visit:
+        command = visit.page.locator("article .cell_input pre", has_text="zerolab plan").first.inner_text()
+        shown = visit.page.locator("article .cell_output pre").first.inner_text()
+    command = "".join(line for line in command.splitlines(keepends=True) if not line.startswith("%%"))
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout.strip() and shown.strip() == ran.stdout.strip()
+
+
 def test_reader_can_switch_the_theme(chromium, site):
     with Visit(chromium, site, "book/index.html") as visit:
         seen = set()
